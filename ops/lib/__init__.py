@@ -1,0 +1,1 @@
+"""Library of kernels: vectors, memory access, panels. Its modules load when something compiles."""
