@@ -1,0 +1,113 @@
+"""The command line: `python -m ggjit COMMAND`, also installed as `ggjit`.
+
+One module a command, named as the command, with
+
+    add_arguments(parser)     declare the command's arguments
+    run(args)                 do it; return the exit status (None: 0)
+
+Only the module of the command that was asked for is imported, so `ggjit --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "EXTRAS", "main"]
+
+COMMANDS = {
+    "run": "generate text with a model, or chat with it",
+    "pull": "fetch a model once and print its path",
+    "inspect": "show a GGUF file: metadata and tensors",
+    "bench": "measure prefill and decode beside the machine's limits",
+    "warmup": "compile the kernels that a model needs",
+    "info": "show versions, CPU, threads, caches and, on request, the machine's limits",
+}
+
+# module that an optional part imports -> the extra that brings it
+EXTRAS = {
+    "tokenizers": "llm",
+    "jinja2": "llm",
+    "tqdm": "llm",
+    "huggingface_hub": "hub",
+    "matplotlib": "show",
+    "graphviz": "show",
+}
+
+# What users and files can cause; anything else is a bug and shows its traceback.
+EXPECTED = (ValueError, NotImplementedError, OSError, MemoryError, IndexError)
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ggjit", description="ggml in Python, compiled by Numba for this machine")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == command:
+            importlib.import_module(f"ggjit.cli.{name}").add_arguments(sub)
+    return parser
+
+
+def _line(error: BaseException) -> str:
+    """One line that says what went wrong."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fail(text: str) -> int:
+    sys.stdout.flush()
+    print(f"ggjit: error: {text}", file=sys.stderr)
+    return 1
+
+
+def _run(argv: Sequence[str]) -> int:
+    command = next((word for word in argv if not word.startswith("-")), None)
+    parser = _parser(command)
+    args = parser.parse_args(argv)
+    if args.version:
+        from importlib.metadata import version
+
+        print(f"ggjit {version('ggjit')}")
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return 2
+    status = importlib.import_module(f"ggjit.cli.{args.command}").run(args) or 0
+    sys.stdout.flush()
+    return int(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Errors that users or files cause print one line and give 1 (a traceback with GGJIT_DEBUG=1); Ctrl-C gives 130.
+
+    Args:
+        argv: the words after the program's name; those of the process by default.
+
+    Returns:
+        The exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, as in `ggjit inspect FILE | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None or os.environ.get("GGJIT_DEBUG") == "1":
+            raise
+        return _fail(f"{words[0]} needs the package {error.name}: pip install 'ggjit[{extra}]'")
+    except EXPECTED as error:
+        if os.environ.get("GGJIT_DEBUG") == "1":
+            raise
+        return _fail(_line(error))

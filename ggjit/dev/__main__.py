@@ -1,0 +1,29 @@
+"""`python -m ggjit.dev COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "check": "run what CI runs: format, lint, types, tests, wheel",
+    "reference": "run reference cases through builder, plan and compiled program",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run one developer command and return its exit status."""
+    command = next((word for word in argv if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="python -m ggjit.dev")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == command:
+            importlib.import_module(f"ggjit.dev.{name}").add_arguments(sub)
+    args = parser.parse_args(argv)
+    return int(importlib.import_module(f"ggjit.dev.{args.command}").run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
