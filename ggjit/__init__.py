@@ -1,0 +1,53 @@
+"""ggjit: ggml in Python, compiled by Numba for the very CPU it runs on.
+
+    import ggjit as gg
+
+    with gg.Context(1 << 20):
+        x = gg.new_tensor(gg.F32, 1).set(2.0)
+        f = x * x * 3.0 + 4.0
+        graph = gg.build(f)
+    print(graph.compute().nodes[-1].numpy())  # [16.]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ggjit.context import Context, tensor_overhead
+from ggjit.errors import GgufError, OutOfArena
+from ggjit.graph import Graph, build, graph_overhead
+from ggjit.op import Op
+from ggjit.tensor import Tensor, from_numpy, new_tensor
+from ggjit.types import BF16, F16, F32, F64, I8, I16, I32, I64, Type, row_size
+
+__version__ = "0.1.0"
+_LAZY = {"LLM": "ggjit.llm", "GgufFile": "ggjit.gguf", "Tokenizer": "ggjit.llm.tokenizer", "GraphAllocator": "ggjit.alloc",
+         "TensorAllocator": "ggjit.alloc", "pull": "ggjit.pull", "jitted": "ggjit.jit", "kernel": "ggjit.jit"}  # fmt: skip
+
+__all__ = [
+    "BF16", "F16", "F32", "F64", "I8", "I16", "I32", "I64", "Context", "GgufError", "Graph", "Op", "OutOfArena", "Tensor",
+    "Type", "build", "from_numpy", "graph_overhead", "new_tensor", "row_size", "tensor_overhead", *_LAZY,
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Names that are loaded on first use, and every op and type: `gg.mul_mat`, `gg.Q4_0`."""
+    import importlib
+
+    if name.startswith("__"):
+        raise AttributeError(f"module 'ggjit' has no attribute {name!r}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    ops = importlib.import_module("ggjit.ops")
+    if name in getattr(ops, "__all__", ()):
+        return getattr(ops, name)
+    types = importlib.import_module("ggjit.types")
+    if name in types.all_names():
+        return types.by_name(name)
+    raise AttributeError(f"module 'ggjit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    import importlib
+
+    return sorted({*__all__, *importlib.import_module("ggjit.ops").__all__})

@@ -1,0 +1,238 @@
+"""The compute graph: nodes in the order in which they are computed, leafs, and how often each tensor is read.
+
+`build_forward_expand` walks from a result to its sources, left to right, and appends each tensor after its sources. A
+tensor without an op that is not trainable is a leaf, everything else a node. Nothing is computed here.
+
+The graph is an object of its context, as in ggml: its arrays of addresses lie in the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ggjit import context as _context
+from ggjit.context import GRAPH, OBJECT_SIZE
+from ggjit.op import NONE
+from ggjit.tensor import FLAG_COMPUTE, FLAG_PARAM, Tensor
+
+if TYPE_CHECKING:
+    from ggjit.alloc import GraphAllocator
+    from ggjit.context import Context
+    from ggjit.lower import Executable
+
+DEFAULT_SIZE = 2048
+_HEADER = 96  # sizes, array addresses, hash set, order and uid of ggml's cgraph
+# Sizes of the hash set: the first prime that is not below twice the graph's size.
+_PRIMES = (
+    2, 3, 5, 11, 17, 37, 67, 131, 257, 521, 1031, 2053, 4099, 8209, 16411, 32771, 65537, 131101, 262147, 524309,
+    1048583, 2097169, 4194319, 8388617, 16777259, 33554467, 67108879, 134217757, 268435459, 536870923, 1073741827,
+)  # fmt: skip
+
+
+def hash_size(n: int) -> int:
+    """Slots of the hash set of a graph with room for `n` nodes and `n` leafs."""
+    return next(p for p in _PRIMES if p >= 2 * n)
+
+
+def graph_nbytes(size: int = DEFAULT_SIZE, grads: bool = False) -> int:
+    """Bytes of a graph's arrays: nodes, leafs, use counts, hash keys, gradients if wanted, used bits."""
+    slots = hash_size(size)
+    at = _HEADER + 16 * size + 4 * slots
+    at = (at + 7) // 8 * 8 + 8 * slots
+    if grads:
+        at += 16 * slots
+    return at + (slots + 31) // 32 * 4
+
+
+def graph_overhead(size: int = DEFAULT_SIZE, grads: bool = False) -> int:
+    """Bytes a graph takes in an arena: 82608 for the default size."""
+    return OBJECT_SIZE + (graph_nbytes(size, grads) + 15) // 16 * 16
+
+
+class Graph:
+    """A static graph.
+
+    Args:
+        size: most nodes, and most leafs.
+        grads: leave room for gradients.
+
+    Attributes:
+        nodes: tensors to compute, sources first.
+        leafs: constants, weights and inputs.
+        use_counts: for each tensor how many sources of nodes it is.
+
+    Raises:
+        RuntimeError: no context is open.
+        OutOfArena: the arena is full.
+
+    Source: ggml_new_graph_custom.
+    """
+
+    def __init__(self, size: int = DEFAULT_SIZE, grads: bool = False) -> None:
+        self.context = _context.current("Graph")
+        self.size, self.grads = size, grads
+        offset = self.context.new_object(graph_nbytes(size, grads), GRAPH)
+        arrays = np.frombuffer(self.context.array, np.int64, 2 * size, offset + _HEADER)
+        self._node_addresses, self._leaf_addresses = arrays[:size], arrays[size:]
+        self.nodes: list[Tensor] = []
+        self.leafs: list[Tensor] = []
+        self.use_counts: dict[Tensor, int] = {}
+        self._allocator: GraphAllocator | None = None
+        self._executables: dict[int, Executable] = {}
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def build_forward_expand(self, tensor: Tensor) -> Graph:
+        """Append what `tensor` needs and is not in the graph yet, sources first, left to right.
+
+        Returns:
+            The graph.
+
+        Raises:
+            ValueError: more nodes or leafs than the graph has room for.
+
+        Source: ggml_build_forward_expand.
+        """
+        uses, before = self.use_counts, len(self.nodes)
+        if tensor in uses:
+            return self
+        uses[tensor] = 0
+        stack: list[tuple[Tensor, Iterator[Tensor | None]]] = [(tensor, iter(tensor.src))]
+        while stack:
+            t, sources = stack[-1]
+            for s in sources:
+                if s is None:
+                    continue
+                if s in uses:
+                    uses[s] += 1
+                    continue
+                uses[s] = 1
+                stack.append((s, iter(s.src)))
+                break
+            else:
+                stack.pop()
+                self._append(t)
+        if len(self.nodes) > before and self.nodes[-1] is not tensor:
+            raise AssertionError("build_forward_expand: the tensor itself must come last")
+        self._executables.clear()
+        return self
+
+    def _append(self, t: Tensor) -> None:
+        is_leaf = t.op is NONE and not t.flags & FLAG_PARAM
+        into, addresses, kind = (
+            (self.leafs, self._leaf_addresses, "leaf") if is_leaf else (self.nodes, self._node_addresses, "node")
+        )
+        n = len(into)
+        if n >= self.size:
+            raise ValueError(f"build_forward_expand: the graph must have room for its {kind}s, got {self.size}; give Graph a larger size")
+        if not t.name:
+            t.name = f"{kind}_{n}"
+        if not is_leaf:
+            t.flags |= FLAG_COMPUTE
+        addresses[n] = t.address
+        into.append(t)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def n_leafs(self) -> int:
+        return len(self.leafs)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """The last node, else the last leaf, of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for t in [*reversed(self.nodes), *reversed(self.leafs)]:
+            if t.name == name:
+                return t
+        raise KeyError(f"get_tensor: the graph must hold a tensor of that name, got '{name}'")
+
+    def print(self) -> None:
+        """Print nodes and leafs, a line each."""
+        print(f"graph: {self.n_nodes} nodes, {self.n_leafs} leafs")
+        for kind, tensors in (("node", self.nodes), ("leaf", self.leafs)):
+            for i, t in enumerate(tensors):
+                print(f"  {kind} {i:4d} {t.op.name:>16} {t.type.name:>6} {list(t.ne)!s:>26} uses {self.use_counts[t]}  {t.name}")
+
+    def dot(self) -> str:
+        """The graph in Graphviz' language."""
+        lines = ["digraph ggjit {", "  node [shape=box, fontname=monospace];"]
+        index = {t: f"t{i}" for i, t in enumerate([*self.leafs, *self.nodes])}
+        for t, key in index.items():
+            label = f"{t.name}\\n{t.op.name} {t.type.name} {list(t.ne[: t.n_dims])}".replace('"', "'")
+            style = ', style=filled, fillcolor="#f4e7c5"' if t in self.leafs else ', style=dashed' if t.op.view else ""
+            lines.append(f'  {key} [label="{label}"{style}];')
+            lines += [f"  {index[s]} -> {key};" for s in t.src if s is not None]
+        return "\n".join([*lines, "}"])
+
+    # -- computing ---------------------------------------------------------------------------------------------------
+
+    def compute(self, n_threads: int | None = None) -> Graph:
+        """Compute all nodes.
+
+        Tensors without data get memory from a graph allocator first. The program is kept: computing the same graph
+        again only runs it.
+
+        Args:
+            n_threads: by default as many as the process may use.
+
+        Returns:
+            The graph.
+
+        Raises:
+            NotImplementedError: no kernel takes a node.
+            IndexError: an index of a node is out of range.
+        """
+        from ggjit.threadpool import default_threads
+
+        n = n_threads if n_threads is not None else default_threads()
+        self._executable(n).run()
+        return self
+
+    def compute_with_ctx(self, context: Context, n_threads: int = 1) -> Graph:
+        """Compute all nodes, with the scratch memory of their kernels taken from a context.
+
+        Source: ggml_graph_compute_with_ctx.
+        """
+        from ggjit.lower import lower
+
+        lower(self, n_threads, work_context=context).run()
+        return self
+
+    def _executable(self, n_threads: int) -> Executable:
+        from ggjit.lower import lower
+
+        if any(t.data == 0 and not t.is_view for t in [*self.leafs, *self.nodes]) or self._allocator is not None:
+            self._allocate()
+        found = self._executables.get(n_threads)
+        if found is None or found.is_stale():
+            found = self._executables[n_threads] = lower(self, n_threads)
+        return found
+
+    def _allocate(self) -> None:
+        from ggjit.alloc import GraphAllocator
+        from ggjit.backend import host_buffer_type
+
+        if self._allocator is None:
+            self._allocator = GraphAllocator(host_buffer_type())
+            self._allocator.alloc_graph(self)
+
+
+def build(results: Sequence[Tensor] | Tensor, size: int = DEFAULT_SIZE) -> Graph:
+    """A graph of some results, in the innermost context."""
+    graph = Graph(size)
+    for t in [results] if isinstance(results, Tensor) else results:
+        graph.build_forward_expand(t)
+    return graph
+
+
+ComputeCallback = Callable[[Tensor], bool]

@@ -1,0 +1,227 @@
+"""The record of an op and the registry of all ops.
+
+A family file in `ops/` makes one `Op` for each op and hangs all its concerns on it by decorators: reference, kernels,
+work size, lowering, test cases. The engine knows no op by name; it asks the record.
+
+    SQR = Op("sqr", id=9, inplace=True)
+
+    def sqr(a): ...                     # the builder: checks, result shape, new_node(SQR, ...)
+
+    @SQR.reference                      # NumPy float64, the only truth
+    def _(node, a): return a * a
+
+    @SQR.kernel                         # which CPU kernel computes a node; None: unsupported
+    def _(node): return sqr_f32
+
+    @SQR.case("rows")                   # run by the tests at every level and thread count
+    def _(t): return sqr(t("F32", 65, 3))
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ggjit.jit import Kernel
+    from ggjit.lower import Lowering
+    from ggjit.tensor import Tensor
+
+PARAM_BYTES = 64
+_FORMATS = {"f32": "f", "i32": "i", "i64": "q"}
+REGISTRY: dict[str, Op] = {}
+_BY_ID: dict[int, Op] = {}
+
+
+class Params:
+    """The parameters of a node by name (`node.params.eps`)."""
+
+    def __init__(self, names: Sequence[str], values: Sequence[float | int]) -> None:
+        self.__dict__.update(zip(names, values, strict=True))
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in self.__dict__.items())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Op:
+    """One operation.
+
+    Args:
+        name: ggml's enum in lower case.
+        id: ggml's number, written to tensor records. A user's own op takes None and gets a free number above 1000.
+        params: (name, "f32" | "i32" | "i64") for each value of op_params, in order. "i64" takes two words. A name
+            that begins with "_" is padding: builders do not give it and it is 0.
+        view: the op does nothing at run time; its result is another header on the source's bytes.
+        inplace: the planner may put the result where a source of the same layout lies.
+        nmse: limit of the tests, sum((want - got)^2) / sum(want^2).
+        sources: names of the sources, for error messages and docs.
+    """
+
+    def __init__(self, name: str, id: int | None = None, *, params: Sequence[tuple[str, str]] = (), view: bool = False,
+                 inplace: bool = False, nmse: float = 1e-7) -> None:  # fmt: skip
+        if name in REGISTRY:
+            raise ValueError(f"Op: name must be new, got {name!r}")
+        if id is None:
+            id = max(1000, *_BY_ID) + 1
+        if id in _BY_ID:
+            raise ValueError(f"Op: id must be new, got {id}, the id of {_BY_ID[id].name!r}")
+        self.name, self.id, self.view, self.inplace, self.nmse = name, id, view, inplace, nmse
+        self.params = tuple(params)
+        self._given = [not n.startswith("_") for n, _ in params]
+        self.param_names = [n for n, g in zip([n for n, _ in params], self._given, strict=True) if g]
+        self._format = struct.Struct("<" + "".join(_FORMATS[f] for _, f in params))
+        if self._format.size > PARAM_BYTES:
+            raise ValueError(f"Op: params of {name!r} must fit {PARAM_BYTES} bytes, got {self._format.size}")
+        self._padding = bytes(PARAM_BYTES - self._format.size)
+        self._reference: Callable[..., Any] | None = None
+        self._kernel: Callable[[Tensor], Kernel | None] | None = None
+        self._work_size: Callable[[Tensor, int], int] | None = None
+        self._lower: Callable[[Lowering, Tensor], None] | None = None
+        self._supports: Callable[[Tensor], bool] | None = None
+        self._flops: Callable[[Tensor], int] | None = None
+        self.cases: dict[str, Callable[..., Tensor]] = {}
+        REGISTRY[name] = _BY_ID[id] = self
+
+    def __repr__(self) -> str:
+        return self.name
+
+    # -- op_params ---------------------------------------------------------------------------------------------------
+
+    def pack_params(self, values: Sequence[float | int]) -> bytes:
+        """The 64 bytes of op_params that hold `values` (padding words left out)."""
+        if len(values) != len(self.params):
+            rest = iter(values)
+            values = [next(rest) if g else 0 for g in self._given]
+        return self._format.pack(*values) + self._padding
+
+    def unpack_params(self, data: bytes | memoryview) -> Params:
+        """op_params by name."""
+        values = self._format.unpack(data[: self._format.size])
+        return Params(self.param_names, [v for v, g in zip(values, self._given, strict=True) if g])
+
+    # -- what a family file gives, as decorators ---------------------------------------------------------------------
+
+    def reference(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: f(node, *sources) -> result as NumPy arrays of shape ne[::-1], float64 (integers int64)."""
+        self._reference = function
+        return function
+
+    def kernel(self, function: Callable[[Tensor], Kernel | None]) -> Callable[[Tensor], Kernel | None]:
+        """Decorator: f(node) -> the CPU kernel for its types and layout, None if there is none."""
+        self._kernel = function
+        return function
+
+    def work_size(self, function: Callable[[Tensor, int], int]) -> Callable[[Tensor, int], int]:
+        """Decorator: f(node, n_threads) -> bytes of scratch beyond the chunk counter's line."""
+        self._work_size = function
+        return function
+
+    def lower(self, function: Callable[[Lowering, Tensor], None]) -> Callable[[Lowering, Tensor], None]:
+        """Decorator: f(lowering, node) emits the node's steps, where one kernel call is not all."""
+        self._lower = function
+        return function
+
+    def supports(self, function: Callable[[Tensor], bool]) -> Callable[[Tensor], bool]:
+        """Decorator: f(node) -> can the CPU compute it; needed only beside `lower`."""
+        self._supports = function
+        return function
+
+    def flops(self, function: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
+        """Decorator: f(node) -> arithmetic operations, for profiles."""
+        self._flops = function
+        return function
+
+    def case(self, name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+        """Decorator: f(t) -> a node to test; `t` makes its leafs (see `ggjit.dev.cases`)."""
+
+        def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            if name in self.cases:
+                raise ValueError(f"{self.name}: case {name!r} must be new")
+            self.cases[name] = function
+            return function
+
+        return register
+
+    # -- what the engine asks ----------------------------------------------------------------------------------------
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    def compute_reference(self, node: Tensor, *sources: Any) -> Any:
+        """The float64 result of a node from its sources' arrays."""
+        if self._reference is None:
+            raise NotImplementedError(f"{self.name}: no reference is registered")
+        return self._reference(node, *sources)
+
+    def kernel_for(self, node: Tensor) -> Kernel:
+        """The CPU kernel of a node.
+
+        Raises:
+            NotImplementedError: no kernel takes these types and this layout.
+        """
+        found = self._kernel(node) if self._kernel is not None else None
+        if found is None:
+            raise NotImplementedError(unsupported(self, node))
+        return found
+
+    def work_size_for(self, node: Tensor, n_threads: int) -> int:
+        """Bytes of scratch that a node's kernel takes, the chunk counter's line not counted."""
+        return self._work_size(node, n_threads) if self._work_size is not None else 0
+
+    def lower_node(self, low: Lowering, node: Tensor) -> None:
+        """Emit the steps of a node."""
+        if self._lower is not None:
+            self._lower(low, node)
+        else:
+            low.emit(self.kernel_for(node), node, work=self.work_size_for(node, low.n_threads))
+
+    def supported(self, node: Tensor) -> bool:
+        """Can the CPU compute the node?"""
+        if self.view or node.op is NONE:
+            return True
+        if self._supports is not None:
+            return self._supports(node)
+        return self._kernel is not None and self._kernel(node) is not None
+
+    def flops_for(self, node: Tensor) -> int:
+        """Arithmetic operations of a node; its element count where the op does not say."""
+        return self._flops(node) if self._flops is not None else node.nelements
+
+
+def unsupported(op: Op, node: Tensor) -> str:
+    """The text of the error for a node that no kernel takes."""
+    given = ", ".join(f"{s.type.name}{list(s.ne)}" for s in node.src if s is not None)
+    return f"{op.name}: the CPU backend must have a kernel for the types and layout, got {given} ('{node.name}')"
+
+
+def by_id(id: int) -> Op:
+    """The op with a ggml number.
+
+    Raises:
+        ValueError: none is registered.
+    """
+    try:
+        return _BY_ID[id]
+    except KeyError:
+        raise ValueError(f"op.by_id: id must be one of a registered op, got {id}") from None
+
+
+def by_name(name: str) -> Op:
+    """The op with a name.
+
+    Raises:
+        ValueError: none is registered.
+    """
+    try:
+        return REGISTRY[name]
+    except KeyError:
+        raise ValueError(f"op.by_name: name must be one of {sorted(REGISTRY)}, got {name!r}") from None
+
+
+NONE = Op("none", id=0, view=True)

@@ -1,0 +1,557 @@
+"""Tensor: a handle on one header record in a context's arena.
+
+The record has the 336 bytes and offsets of ggml's `struct ggml_tensor`, so kernels and Python see the same bytes:
+
+    0 type i32 | 8 buffer i64 | 16 ne i64[4] | 48 nb i64[4] | 80 op i32 | 84 op_params i32[16] | 148 flags i32
+    152 src i64[10] | 232 view_src i64 | 240 view_offs i64 | 248 data i64 | 256 name c[64] | 320 extra i64 | 328 pad
+
+Dimension 0 is innermost: element (i0, i1, i2, i3) lies at data + i0*nb[0] + i1*nb[1] + i2*nb[2] + i3*nb[3], strides in
+bytes. A NumPy view of the same bytes has the reversed shape. A header with an op and sources is also a graph node.
+
+What never changes after creation (type, ne, nb, op, src, view_src, view_offs) is kept as Python values and written to
+the record once; what changes later (data, buffer, flags, name) lives in the record alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ggjit import context as _context
+from ggjit import op as _op
+from ggjit import types as _types
+from ggjit.context import TENSOR, TENSOR_SIZE, Context
+from ggjit.op import NONE, Op, Params
+from ggjit.types import Type, row_size
+
+if TYPE_CHECKING:
+    from ggjit.backend import Buffer
+
+MAX_DIMS, MAX_SRC, MAX_NAME = 4, 10, 64
+FLAG_INPUT, FLAG_OUTPUT, FLAG_PARAM, FLAG_LOSS, FLAG_COMPUTE = 1, 2, 4, 8, 16
+Dims = tuple[int, int, int, int]
+
+BUFFER_AT, PARAMS_AT, FLAGS_AT, DATA_AT, NAME_AT, EXTRA_AT = 8, 84, 148, 248, 256, 320
+_RECORD = struct.Struct("<i4xq4q4qi64si10qqqq64sq8x")
+assert _RECORD.size == TENSOR_SIZE
+_I64, _I32 = struct.Struct("<q"), struct.Struct("<i")
+_NO_PARAMS = bytes(_op.PARAM_BYTES)
+_NO_SRC = tuple((0,) * n for n in range(MAX_SRC + 1))  # by number of absent sources
+
+RECORD = np.dtype({
+    "names": ["type", "buffer", "ne", "nb", "op", "op_params", "flags", "src", "view_src", "view_offs", "data", "name", "extra"],
+    "formats": ["i4", "i8", ("i8", 4), ("i8", 4), "i4", ("i4", 16), "i4", ("i8", 10), "i8", "i8", "i8", "S64", "i8"],
+    "offsets": [0, 8, 16, 48, 80, 84, 148, 152, 232, 240, 248, 256, 320],
+    "itemsize": TENSOR_SIZE,
+})  # fmt: skip
+"""The record as a NumPy dtype, to look at it."""
+
+
+class Tensor:
+    """A handle on one record; there is one handle a record, so identity is equality.
+
+    Attributes:
+        type: element type.
+        ne: numbers of elements, dimension 0 (innermost) first.
+        nb: byte steps of the dimensions; nb[0] is the size of a block for block types.
+        op: what computes it; `op.NONE` for a leaf.
+        src: sources of the op, None where one is absent.
+        view_src: the tensor whose bytes this one shows (never itself a view), or None.
+        view_offs: byte offset into `view_src`.
+    """
+
+    __slots__ = ("__weakref__", "address", "context", "nb", "ne", "offset", "op", "src", "type", "view_offs", "view_src")
+    context: Context
+    offset: int
+    address: int
+    type: Type
+    ne: Dims
+    nb: Dims
+    op: Op
+    src: tuple[Tensor | None, ...]
+    view_src: Tensor | None
+    view_offs: int
+
+    def __init__(self) -> None:
+        raise TypeError("Tensor: made by new_tensor, from_numpy or an op, not by calling the class")
+
+    # -- fields that live in the record ------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> Any:
+        """The header as a NumPy record of dtype `RECORD` (a live view)."""
+        return np.frombuffer(self.context.array, RECORD, 1, self.offset)[0]
+
+    @property
+    def data(self) -> int:
+        """Address of the first element, 0 while it has none."""
+        return int(_I64.unpack_from(self.context.buffer, self.offset + DATA_AT)[0])
+
+    @data.setter
+    def data(self, address: int) -> None:
+        _I64.pack_into(self.context.buffer, self.offset + DATA_AT, address)
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """The buffer that holds the data, None for data in an arena or in an array."""
+        found = self.context.kept.get(int(_I64.unpack_from(self.context.buffer, self.offset + BUFFER_AT)[0]))
+        return found  # type: ignore[no-any-return]
+
+    @buffer.setter
+    def buffer(self, buffer: Buffer | None) -> None:
+        if buffer is not None:
+            self.context.keep(buffer)
+        _I64.pack_into(self.context.buffer, self.offset + BUFFER_AT, 0 if buffer is None else id(buffer))
+
+    @property
+    def flags(self) -> int:
+        """Sum of FLAG_INPUT, FLAG_OUTPUT, FLAG_PARAM, FLAG_LOSS and FLAG_COMPUTE."""
+        return int(_I32.unpack_from(self.context.buffer, self.offset + FLAGS_AT)[0])
+
+    @flags.setter
+    def flags(self, flags: int) -> None:
+        _I32.pack_into(self.context.buffer, self.offset + FLAGS_AT, flags)
+
+    @property
+    def name(self) -> str:
+        """The name, at most 63 bytes of UTF-8 (longer ones are cut)."""
+        at = self.offset + NAME_AT
+        return bytes(self.context.buffer[at : at + MAX_NAME]).split(b"\0", 1)[0].decode("utf-8", "replace")
+
+    @name.setter
+    def name(self, name: str) -> None:
+        data = name.encode()[: MAX_NAME - 1].decode("utf-8", "ignore").encode()
+        at = self.offset + NAME_AT
+        self.context.buffer[at : at + MAX_NAME] = data + bytes(MAX_NAME - len(data))
+
+    @property
+    def op_params(self) -> bytes:
+        """The 64 bytes of op parameters."""
+        at = self.offset + PARAMS_AT
+        return bytes(self.context.buffer[at : at + _op.PARAM_BYTES])
+
+    @property
+    def params(self) -> Params:
+        """The op's parameters by name."""
+        return self.op.unpack_params(self.op_params)
+
+    def set_name(self, name: str) -> Tensor:
+        """Set the name and return the tensor, for chains."""
+        self.name = name
+        return self
+
+    def set_input(self) -> Tensor:
+        """Mark as an input: the planner gives it memory before all others."""
+        self.flags |= FLAG_INPUT
+        return self
+
+    def set_output(self) -> Tensor:
+        """Mark as an output: the planner never reuses its memory."""
+        self.flags |= FLAG_OUTPUT
+        return self
+
+    def set_param(self) -> Tensor:
+        """Mark a leaf as trainable; in a graph it is then a node.
+
+        Raises:
+            ValueError: the tensor is the result of an op.
+        """
+        if self.op is not NONE:
+            raise ValueError(f"set_param: the tensor must be a leaf, got the result of {self.op.name} ('{self.name}')")
+        self.flags |= FLAG_PARAM
+        return self
+
+    # -- sizes and layout --------------------------------------------------------------------------------------------
+
+    @property
+    def nelements(self) -> int:
+        """Number of elements."""
+        ne = self.ne
+        return ne[0] * ne[1] * ne[2] * ne[3]
+
+    @property
+    def nrows(self) -> int:
+        """Number of rows: ne[1] * ne[2] * ne[3]."""
+        return self.ne[1] * self.ne[2] * self.ne[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to the last element, gaps of a strided layout included."""
+        ne, nb, t = self.ne, self.nb, self.type
+        if 0 in ne:
+            return 0
+        row = ne[0] // t.blck_size * nb[0] if t.is_quantized else t.type_size + (ne[0] - 1) * nb[0]
+        return row + (ne[1] - 1) * nb[1] + (ne[2] - 1) * nb[2] + (ne[3] - 1) * nb[3]
+
+    @property
+    def n_dims(self) -> int:
+        """Dimensions up to the last one that is not 1."""
+        return max((d + 1 for d in range(MAX_DIMS) if self.ne[d] > 1), default=1)
+
+    @property
+    def is_view(self) -> bool:
+        """Does it show the bytes of another tensor?"""
+        return self.view_src is not None
+
+    def _contiguous_from(self, n: int) -> bool:
+        """Are dimensions above `n` packed without gaps (dimensions of one element aside)?"""
+        t, ne, nb = self.type, self.ne, self.nb
+        expected = t.type_size
+        if ne[0] != t.blck_size and nb[0] != expected:
+            return False
+        expected *= ne[0] // t.blck_size
+        for d in range(1, MAX_DIMS):
+            if d > n:
+                if ne[d] != 1 and nb[d] != expected:
+                    return False
+                expected *= ne[d]
+            else:
+                expected = ne[d] * nb[d]
+        return True
+
+    @property
+    def is_contiguous(self) -> bool:
+        """No gaps: every stride is the product of the sizes below it. Strides of dimensions of one element do not count."""
+        return self._contiguous_from(0)
+
+    @property
+    def is_contiguous_1(self) -> bool:
+        """Contiguous in dimensions above 1: rows may have gaps between them."""
+        return self._contiguous_from(1)
+
+    @property
+    def is_contiguous_2(self) -> bool:
+        """Contiguous in dimensions above 2."""
+        return self._contiguous_from(2)
+
+    @property
+    def is_contiguous_rows(self) -> bool:
+        """Are the elements of each row next to each other?"""
+        return self.ne[0] == self.type.blck_size or self.nb[0] == self.type.type_size
+
+    @property
+    def is_transposed(self) -> bool:
+        """nb[0] > nb[1]."""
+        return self.nb[0] > self.nb[1]
+
+    @property
+    def is_permuted(self) -> bool:
+        """Are the strides not in rising order?"""
+        nb = self.nb
+        return nb[0] > nb[1] or nb[1] > nb[2] or nb[2] > nb[3]
+
+    @property
+    def is_empty(self) -> bool:
+        """Is any dimension 0?"""
+        return 0 in self.ne
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> NDArray[np.uint8]:
+        """The bytes [data, data + nbytes) as a live uint8 array that keeps their owner alive."""
+        address, size = self.data, self.nbytes
+        if address == 0:
+            raise ValueError(f"Tensor: data must be allocated before it is read or set, got none ('{self.name}')")
+        owners: list[Any] = [self.context.array, self.buffer]
+        root = self.view_src
+        if root is not None:
+            owners += [root.context.array, root.buffer, *root.context.kept.values()]
+        for owner in owners + list(self.context.kept.values()):
+            array = getattr(owner, "array", owner)
+            if isinstance(array, np.ndarray):
+                start = address - array.ctypes.data
+                if 0 <= start and start + size <= array.nbytes:
+                    return array[start : start + size]
+        raise ValueError(f"Tensor: data must lie in host memory that is known here, got address {address:#x} ('{self.name}')")
+
+    def bytes(self) -> NDArray[np.uint8]:
+        """The tensor's bytes in memory order (gaps included) as a live view."""
+        return self._memory()
+
+    def numpy(self) -> NDArray[Any]:
+        """The values as a NumPy array of shape ne[::-1].
+
+        Returns:
+            A live view for plain types; a float32 copy for BF16, which NumPy has not, and for block types.
+
+        Raises:
+            ValueError: the tensor has no data, or not in host memory.
+            NotImplementedError: no code is registered for the block type.
+        """
+        memory = self._memory()
+        shape = self.ne[::-1]
+        if self.type.dtype is not None:
+            values = np.ndarray(shape, self.type.dtype, memory, 0, self.nb[::-1])
+            return (values.astype(np.uint32) << 16).view(np.float32) if self.type is _types.BF16 else values
+        blocks = np.ndarray(
+            (*shape[:-1], self.ne[0] // self.type.blck_size, self.type.type_size), np.uint8, memory, 0, (*self.nb[::-1], 1)
+        )
+        rows = np.ascontiguousarray(blocks).reshape(self.nrows, -1)
+        return _quant(self.type).dequantize(rows).reshape(shape)
+
+    def set(self, values: ArrayLike) -> Tensor:
+        """Write values, converting to the tensor's type; a scalar fills.
+
+        Args:
+            values: shape ne[::-1], or one that NumPy broadcasts to it. Leading dimensions of 1 may be left out.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: the shape does not fit, or the tensor has no data.
+        """
+        array = np.asarray(values)
+        shape = self.ne[::-1]
+        try:
+            array = np.broadcast_to(array, shape)
+        except ValueError:
+            raise ValueError(
+                f"Tensor.set: values must have the shape {shape} (ne {list(self.ne)} reversed), got {array.shape} ('{self.name}')"
+            ) from None
+        encoded = encode(array, self.type)
+        buffer = self.buffer if self.view_src is None else self.view_src.buffer
+        if buffer is not None and not buffer.type.is_host:
+            buffer.set_tensor(self, encoded)
+            return self
+        memory = self._memory()
+        if not memory.flags.writeable:
+            raise ValueError(f"Tensor.set: the data must be writable, got read-only memory ('{self.name}')")
+        blocks = (self.ne[0] // self.type.blck_size, self.type.type_size)
+        target = np.ndarray((*shape[:-1], *blocks), np.uint8, memory, 0, (*self.nb[::-1], 1))
+        target[...] = encoded.reshape(target.shape)
+        return self
+
+    # -- operators ---------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Tensor | float) -> Tensor:
+        return _binary("add", self, other)
+
+    def __radd__(self, other: float) -> Tensor:
+        return _binary("add", self, other)
+
+    def __sub__(self, other: Tensor | float) -> Tensor:
+        return _binary("sub", self, other)
+
+    def __mul__(self, other: Tensor | float) -> Tensor:
+        return _binary("mul", self, other)
+
+    def __rmul__(self, other: float) -> Tensor:
+        return _binary("mul", self, other)
+
+    def __truediv__(self, other: Tensor | float) -> Tensor:
+        return _binary("div", self, other)
+
+    def __neg__(self) -> Tensor:
+        return _binary("mul", self, -1.0)
+
+    def __repr__(self) -> str:
+        ne = list(self.ne[: self.n_dims])
+        made = "" if self.op is NONE else f" = {self.op.name}({', '.join(_label(s) for s in self.src if s is not None)})"
+        layout = "" if self.is_contiguous else f", nb {list(self.nb)}"
+        return f"Tensor('{self.name}' {self.type.name}, ne {ne}, shape {tuple(reversed(ne))}{layout}){made}"
+
+
+def _label(t: Tensor) -> str:
+    return f"'{t.name}'" if t.name else t.op.name if t.op is not NONE else t.type.name
+
+
+def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
+    from ggjit import ops
+
+    if isinstance(b, Tensor):
+        return getattr(ops, name)(a, b)  # type: ignore[no-any-return]
+    if not isinstance(b, (int, float, np.number)):
+        return NotImplemented
+    value = float(b)
+    s, bias = {"add": (1.0, value), "sub": (1.0, -value), "mul": (value, 0.0), "div": (1.0 / value if name == "div" else 0.0, 0.0)}[name]
+    return ops.scale_bias(a, s, bias)  # type: ignore[no-any-return]
+
+
+def _quant(type: Type) -> Any:
+    if type.quant is None:
+        raise NotImplementedError(f"{type.name}: code of the type must be registered, got none; ops/quants holds the types")
+    return type.quant
+
+
+def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
+    """Values as the bytes of a contiguous tensor of `type`, shape (..., bytes of a row)."""
+    if type is _types.BF16:
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+        quiet = np.isnan(np.asarray(array, np.float32))
+        rounded = np.where(quiet, (bits >> 16) | 64, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        return rounded.view(np.uint8)
+    if type.dtype is not None:
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(array, type.dtype).view(np.uint8)
+    if array.shape[-1] % type.blck_size:
+        raise ValueError(f"encode: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {array.shape[-1]}")
+    rows = np.ascontiguousarray(array, np.float32).reshape(-1, array.shape[-1])
+    encoded: NDArray[np.uint8] = _quant(type).quantize(rows)
+    return encoded.reshape(*array.shape[:-1], -1)
+
+
+# -- creation --------------------------------------------------------------------------------------------------------
+
+
+def contiguous_nb(type: Type, ne: Dims) -> Dims:
+    """Strides of a tensor without gaps."""
+    n1 = row_size(type, ne[0])
+    n2 = n1 * ne[1]
+    return type.type_size, n1, n2, n2 * ne[2]
+
+
+def _dims(what: str, ne: Sequence[int]) -> Dims:
+    if not 1 <= len(ne) <= MAX_DIMS:
+        raise ValueError(f"{what}: a tensor must have 1 to {MAX_DIMS} dimensions, got {list(ne)}")
+    dims = tuple(int(n) for n in ne) + (1,) * (MAX_DIMS - len(ne))
+    if min(dims) < 0:
+        raise ValueError(f"{what}: dimensions must not be negative, got {list(ne)}")
+    return dims  # type: ignore[return-value]
+
+
+def new_node(
+    op: Op,
+    type: Type,
+    ne: Dims,
+    src: tuple[Tensor | None, ...] = (),
+    params: Sequence[float | int] = (),
+    nb: Dims | None = None,
+    view_src: Tensor | None = None,
+    view_offs: int = 0,
+) -> Tensor:
+    """Write one header into the innermost context: the last call of every builder.
+
+    Args:
+        op: what computes the tensor.
+        type, ne: of the result.
+        src: at most 10 sources.
+        params: values of `op.params`, in order.
+        nb: strides, contiguous ones if absent.
+        view_src, view_offs: the result shows bytes of this tensor; a view of a view is a view of the root.
+
+    Raises:
+        RuntimeError: no context is open.
+        OutOfArena: the arena is full.
+        ValueError: a view reaches beyond its source; ne[0] is no multiple of the block.
+    """
+    context = _context.current(op.name if op is not NONE else "new_tensor")
+    own = contiguous_nb(type, ne)
+    size = own[3] * ne[3]
+    if view_src is not None:
+        if view_src.view_src is not None:
+            view_offs += view_src.view_offs
+            view_src = view_src.view_src
+        if size and size + view_offs > view_src.nbytes:
+            raise ValueError(
+                f"{op.name}: a view must lie inside its source, got offset {view_offs} + {size} bytes of "
+                f"{view_src.nbytes} ('{view_src.name}')"
+            )
+        data = view_src.data
+        data = data + view_offs if data else 0
+        size = 0
+    elif context.no_alloc:
+        data = size = 0
+    else:
+        data = -1
+    offset = context.new_object(TENSOR_SIZE + size, TENSOR)
+    address = context.base + offset
+    if data == -1:
+        data = address + TENSOR_SIZE
+    t: Tensor = Tensor.__new__(Tensor)
+    t.context, t.offset, t.address = context, offset, address
+    t.type, t.ne, t.nb, t.op, t.src, t.view_src, t.view_offs = type, ne, own if nb is None else nb, op, src, view_src, view_offs
+    sources = tuple([0 if s is None else s.address for s in src]) + _NO_SRC[MAX_SRC - len(src)]
+    packed = op.pack_params(params) if params else _NO_PARAMS
+    root = 0 if view_src is None else view_src.address
+    _RECORD.pack_into(context.buffer, offset, type.id, 0, *ne, *t.nb, op.id, packed, 0, *sources, root, view_offs, data, b"", 0)
+    context.tensors[address] = t
+    return t
+
+
+def view_tensor(op: Op, a: Tensor, src: tuple[Tensor | None, ...], params: Sequence[float | int] = ()) -> Tensor:
+    """A node whose result lies on `a`'s bytes, with its layout: the in-place form of an op."""
+    t = new_node(op, a.type, a.ne, src, params, a.nb, a, 0)
+    t.name = f"{a.name} (view)"
+    return t
+
+
+def new_tensor(type: Type, *ne: int, name: str = "") -> Tensor:
+    """Make a leaf in the innermost context.
+
+    Args:
+        type: element type.
+        ne: 1 to 4 sizes, dimension 0 (innermost) first.
+        name: at most 63 bytes.
+
+    Returns:
+        The tensor; its data (uninitialised: zero in a fresh arena) follows the header unless the context is no_alloc.
+
+    Raises:
+        RuntimeError: no context is open.
+        OutOfArena: the arena is full.
+        ValueError: bad sizes.
+
+    Source: ggml_new_tensor.
+    """
+    t = new_node(NONE, type, _dims("new_tensor", ne))
+    if name:
+        t.name = name
+    return t
+
+
+def from_numpy(array: ArrayLike, type: Type | None = None, name: str = "") -> Tensor:
+    """Make a leaf from a NumPy array; dimension 0 is the array's last axis.
+
+    Args:
+        array: 0 to 4 axes.
+        type: element type, by default the array's own; block types quantize.
+        name: at most 63 bytes.
+
+    Returns:
+        In a context with data a copy; in a no_alloc context a header on the array's own memory if the array is
+        contiguous and of the tensor's type (it is kept alive), else on a converted copy.
+
+    Raises:
+        TypeError: no type has the array's dtype.
+        ValueError: more than 4 axes.
+    """
+    values = np.asarray(array)
+    own = _types.from_dtype(values.dtype) if type is None else type
+    t = new_node(NONE, own, _dims("from_numpy", values.shape[::-1] or (1,)))
+    if name:
+        t.name = name
+    if not t.context.no_alloc:
+        return t.set(values)
+    shared = own.dtype == values.dtype and own is not _types.BF16 and values.flags.c_contiguous
+    return attach(t, values if shared else encode(values.reshape(t.ne[::-1]), own))
+
+
+def attach(t: Tensor, memory: NDArray[Any]) -> Tensor:
+    """Let a header without data point to the first byte of a contiguous array, which is kept alive.
+
+    Raises:
+        ValueError: the array is not contiguous or holds fewer bytes than the tensor.
+    """
+    if not memory.flags.c_contiguous or memory.nbytes < t.nbytes:
+        raise ValueError(f"attach: memory must be contiguous and hold {t.nbytes} bytes, got {memory.nbytes} ('{t.name}')")
+    flat = memory.reshape(-1).view(np.uint8)
+    t.context.keep(flat)
+    t.data = flat.ctypes.data
+    return t
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    """Equal ne."""
+    return a.ne == b.ne
+
+
+def can_repeat(a: Tensor, b: Tensor) -> bool:
+    """Does `a` repeated fill `b` exactly?"""
+    if a.is_empty:
+        return b.is_empty
+    return all(m % n == 0 for n, m in zip(a.ne, b.ne, strict=True))
