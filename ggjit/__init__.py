@@ -1,12 +1,12 @@
 """ggjit: ggml in Python, compiled by Numba for the very CPU it runs on.
 
-    import ggjit as gg
+import ggjit as gg
 
-    with gg.Context(1 << 20):
-        x = gg.new_tensor(gg.F32, 1).set(2.0)
-        f = x * x * 3.0 + 4.0
-        graph = gg.build(f)
-    print(graph.compute().nodes[-1].numpy())  # [16.]
+with gg.Context(1 << 20):
+x = gg.new_tensor(gg.F32, 1).set(2.0)
+f = x * x * 3.0 + 4.0
+graph = gg.build(f)
+print(graph.compute().nodes[-1].numpy())  # [16.]
 """
 
 from __future__ import annotations
@@ -21,12 +21,47 @@ from ggjit.tensor import Tensor, from_numpy, new_tensor
 from ggjit.types import BF16, F16, F32, F64, I8, I16, I32, I64, Type, row_size
 
 __version__ = "0.1.0"
-_LAZY = {"LLM": "ggjit.llm", "GgufFile": "ggjit.gguf", "Tokenizer": "ggjit.llm.tokenizer", "GraphAllocator": "ggjit.alloc",
-         "TensorAllocator": "ggjit.alloc", "pull": "ggjit.pull", "jitted": "ggjit.jit", "kernel": "ggjit.jit"}  # fmt: skip
+_LAZY = {  # name -> the module that is imported when it is first used
+    "LLM": "ggjit.llm",
+    "GgufFile": "ggjit.gguf",
+    "Tokenizer": "ggjit.llm.tokenizer",
+    "GraphAllocator": "ggjit.alloc",
+    "TensorAllocator": "ggjit.alloc",
+    "pull": "ggjit.pull",
+    "jitted": "ggjit.jit",
+    "kernel": "ggjit.jit",
+}
 
 __all__ = [
-    "BF16", "F16", "F32", "F64", "I8", "I16", "I32", "I64", "Context", "GgufError", "Graph", "Op", "OutOfArena", "Tensor",
-    "Type", "build", "from_numpy", "graph_overhead", "new_tensor", "row_size", "tensor_overhead", *_LAZY,
+    "BF16",
+    "F16",
+    "F32",
+    "F64",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "LLM",
+    "Context",
+    "GgufError",
+    "GgufFile",
+    "Graph",
+    "GraphAllocator",
+    "Op",
+    "OutOfArena",
+    "Tensor",
+    "TensorAllocator",
+    "Tokenizer",
+    "Type",
+    "build",
+    "from_numpy",
+    "graph_overhead",
+    "jitted",
+    "kernel",
+    "new_tensor",
+    "pull",
+    "row_size",
+    "tensor_overhead",
 ]  # fmt: skip
 
 

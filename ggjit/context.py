@@ -80,9 +80,12 @@ class Context:
         else:
             array = np.frombuffer(mem_buffer, np.uint8)
             if not array.flags.writeable or array.nbytes < mem_size or array.ctypes.data % MEM_ALIGN:
+                given = (
+                    f"{array.nbytes} bytes at {array.ctypes.data:#x}{'' if array.flags.writeable else ', read-only'}"
+                )
                 raise ValueError(
-                    f"Context: mem_buffer must be writable, hold {mem_size} bytes and lie at a multiple of {MEM_ALIGN}, "
-                    f"got {array.nbytes} bytes, {'' if array.flags.writeable else 'not '}writable, at {array.ctypes.data:#x}"
+                    f"Context: mem_buffer must be writable, hold {mem_size} bytes and lie at a multiple of "
+                    f"{MEM_ALIGN}, got {given}"
                 )
             array = array[:mem_size]
         self.array = array
@@ -107,7 +110,9 @@ class Context:
         self._tokens.append(_current.set(self))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         _current.reset(self._tokens.pop())
 
     # -- objects -----------------------------------------------------------------------------------------------------

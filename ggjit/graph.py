@@ -127,7 +127,9 @@ class Graph:
         )
         n = len(into)
         if n >= self.size:
-            raise ValueError(f"build_forward_expand: the graph must have room for its {kind}s, got {self.size}; give Graph a larger size")
+            raise ValueError(
+                f"build_forward_expand: the graph must have room for its {kind}s, got {self.size}; give Graph a larger size"
+            )
         if not t.name:
             t.name = f"{kind}_{n}"
         if not is_leaf:
@@ -161,7 +163,9 @@ class Graph:
         print(f"graph: {self.n_nodes} nodes, {self.n_leafs} leafs")
         for kind, tensors in (("node", self.nodes), ("leaf", self.leafs)):
             for i, t in enumerate(tensors):
-                print(f"  {kind} {i:4d} {t.op.name:>16} {t.type.name:>6} {list(t.ne)!s:>26} uses {self.use_counts[t]}  {t.name}")
+                print(
+                    f"  {kind} {i:4d} {t.op.name:>16} {t.type.name:>6} {list(t.ne)!s:>26} uses {self.use_counts[t]}  {t.name}"
+                )
 
     def dot(self) -> str:
         """The graph in Graphviz' language."""
@@ -169,7 +173,7 @@ class Graph:
         index = {t: f"t{i}" for i, t in enumerate([*self.leafs, *self.nodes])}
         for t, key in index.items():
             label = f"{t.name}\\n{t.op.name} {t.type.name} {list(t.ne[: t.n_dims])}".replace('"', "'")
-            style = ', style=filled, fillcolor="#f4e7c5"' if t in self.leafs else ', style=dashed' if t.op.view else ""
+            style = ', style=filled, fillcolor="#f4e7c5"' if t in self.leafs else ", style=dashed" if t.op.view else ""
             lines.append(f'  {key} [label="{label}"{style}];')
             lines += [f"  {index[s]} -> {key};" for s in t.src if s is not None]
         return "\n".join([*lines, "}"])

@@ -151,6 +151,7 @@ class Op:
 
     @property
     def has_reference(self) -> bool:
+        """Is a float64 reference registered?"""
         return self._reference is not None
 
     def compute_reference(self, node: Tensor, *sources: Any) -> Any:

@@ -64,7 +64,19 @@ class Tensor:
         view_offs: byte offset into `view_src`.
     """
 
-    __slots__ = ("__weakref__", "address", "context", "nb", "ne", "offset", "op", "src", "type", "view_offs", "view_src")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "context",
+        "nb",
+        "ne",
+        "offset",
+        "op",
+        "src",
+        "type",
+        "view_offs",
+        "view_src",
+    )
     context: Context
     offset: int
     address: int
@@ -266,7 +278,9 @@ class Tensor:
                 start = address - array.ctypes.data
                 if 0 <= start and start + size <= array.nbytes:
                     return array[start : start + size]
-        raise ValueError(f"Tensor: data must lie in host memory that is known here, got address {address:#x} ('{self.name}')")
+        raise ValueError(
+            f"Tensor: data must lie in host memory that is known here, got address {address:#x} ('{self.name}')"
+        )
 
     def bytes(self) -> NDArray[np.uint8]:
         """The tensor's bytes in memory order (gaps included) as a live view."""
@@ -288,7 +302,11 @@ class Tensor:
             values = np.ndarray(shape, self.type.dtype, memory, 0, self.nb[::-1])
             return (values.astype(np.uint32) << 16).view(np.float32) if self.type is _types.BF16 else values
         blocks = np.ndarray(
-            (*shape[:-1], self.ne[0] // self.type.blck_size, self.type.type_size), np.uint8, memory, 0, (*self.nb[::-1], 1)
+            (*shape[:-1], self.ne[0] // self.type.blck_size, self.type.type_size),
+            np.uint8,
+            memory,
+            0,
+            (*self.nb[::-1], 1),
         )
         rows = np.ascontiguousarray(blocks).reshape(self.nrows, -1)
         return _quant(self.type).dequantize(rows).reshape(shape)
@@ -351,7 +369,9 @@ class Tensor:
 
     def __repr__(self) -> str:
         ne = list(self.ne[: self.n_dims])
-        made = "" if self.op is NONE else f" = {self.op.name}({', '.join(_label(s) for s in self.src if s is not None)})"
+        made = (
+            "" if self.op is NONE else f" = {self.op.name}({', '.join(_label(s) for s in self.src if s is not None)})"
+        )
         layout = "" if self.is_contiguous else f", nb {list(self.nb)}"
         return f"Tensor('{self.name}' {self.type.name}, ne {ne}, shape {tuple(reversed(ne))}{layout}){made}"
 
@@ -368,13 +388,20 @@ def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
     if not isinstance(b, (int, float, np.number)):
         return NotImplemented
     value = float(b)
-    s, bias = {"add": (1.0, value), "sub": (1.0, -value), "mul": (value, 0.0), "div": (1.0 / value if name == "div" else 0.0, 0.0)}[name]
+    s, bias = {
+        "add": (1.0, value),
+        "sub": (1.0, -value),
+        "mul": (value, 0.0),
+        "div": (1.0 / value if name == "div" else 0.0, 0.0),
+    }[name]
     return ops.scale_bias(a, s, bias)  # type: ignore[no-any-return]
 
 
 def _quant(type: Type) -> Any:
     if type.quant is None:
-        raise NotImplementedError(f"{type.name}: code of the type must be registered, got none; ops/quants holds the types")
+        raise NotImplementedError(
+            f"{type.name}: code of the type must be registered, got none; ops/quants holds the types"
+        )
     return type.quant
 
 
@@ -389,7 +416,9 @@ def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(array, type.dtype).view(np.uint8)
     if array.shape[-1] % type.blck_size:
-        raise ValueError(f"encode: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {array.shape[-1]}")
+        raise ValueError(
+            f"encode: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {array.shape[-1]}"
+        )
     rows = np.ascontiguousarray(array, np.float32).reshape(-1, array.shape[-1])
     encoded: NDArray[np.uint8] = _quant(type).quantize(rows)
     return encoded.reshape(*array.shape[:-1], -1)
@@ -464,11 +493,21 @@ def new_node(
         data = address + TENSOR_SIZE
     t: Tensor = Tensor.__new__(Tensor)
     t.context, t.offset, t.address = context, offset, address
-    t.type, t.ne, t.nb, t.op, t.src, t.view_src, t.view_offs = type, ne, own if nb is None else nb, op, src, view_src, view_offs
+    t.type, t.ne, t.nb, t.op, t.src, t.view_src, t.view_offs = (
+        type,
+        ne,
+        own if nb is None else nb,
+        op,
+        src,
+        view_src,
+        view_offs,
+    )
     sources = tuple([0 if s is None else s.address for s in src]) + _NO_SRC[MAX_SRC - len(src)]
     packed = op.pack_params(params) if params else _NO_PARAMS
     root = 0 if view_src is None else view_src.address
-    _RECORD.pack_into(context.buffer, offset, type.id, 0, *ne, *t.nb, op.id, packed, 0, *sources, root, view_offs, data, b"", 0)
+    _RECORD.pack_into(
+        context.buffer, offset, type.id, 0, *ne, *t.nb, op.id, packed, 0, *sources, root, view_offs, data, b"", 0
+    )
     context.tensors[address] = t
     return t
 
@@ -538,7 +577,9 @@ def attach(t: Tensor, memory: NDArray[Any]) -> Tensor:
         ValueError: the array is not contiguous or holds fewer bytes than the tensor.
     """
     if not memory.flags.c_contiguous or memory.nbytes < t.nbytes:
-        raise ValueError(f"attach: memory must be contiguous and hold {t.nbytes} bytes, got {memory.nbytes} ('{t.name}')")
+        raise ValueError(
+            f"attach: memory must be contiguous and hold {t.nbytes} bytes, got {memory.nbytes} ('{t.name}')"
+        )
     flat = memory.reshape(-1).view(np.uint8)
     t.context.keep(flat)
     t.data = flat.ctypes.data

@@ -1,0 +1,342 @@
+"""Lowering: from a graph whose tensors have data to a packed program of kernel calls.
+
+Each node becomes one step, or what its op's `lower` emits: kernels may share work that several nodes need (quantized
+activations), made once as a step of its own. A step is a row of four int64:
+
+    entry     address of the kernel's C entry
+    header    address of the tensor record that the kernel computes
+    task      address of two int64: scratch memory and its size
+    flags     BARRIER: all threads meet after the step; COUNTER: the step shares work by the counter in its scratch
+
+Nothing of the user's graph is changed: records that are needed besides its own lie in contexts of the lowering. Scratch
+has two parts: derived tensors, placed by their lifetimes, and one work buffer that all steps use in turn; its first 64
+bytes hold the chunk counter.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
+from ggjit.op import NONE, PARAM_BYTES
+from ggjit.tensor import PARAMS_AT, Dims, Tensor, new_node
+from ggjit.types import Type
+
+if TYPE_CHECKING:
+    from ggjit.graph import Graph
+    from ggjit.jit import Kernel
+
+BARRIER, COUNTER = 1, 2
+COUNTER_LINE = 64  # the chunk counter has a cache line of its own
+SCRATCH_ALIGN = 64
+_RECORDS = 256  # headers in each context of a lowering
+_SRC_AT = 152
+
+
+class Step(NamedTuple):
+    """One kernel call: `record` is the header it reads, `node` the graph's node it works for."""
+
+    kernel: Kernel
+    record: Tensor
+    node: Tensor
+    work: int
+
+
+class _Scratch:
+    """A tensor of the lowering: its size and the steps between which it lives."""
+
+    __slots__ = ("first", "last", "nbytes", "offset", "tensor")
+
+    def __init__(self, tensor: Tensor, nbytes: int, step: int) -> None:
+        self.tensor, self.nbytes, self.first, self.last, self.offset = tensor, nbytes, step, step, -1
+
+
+class Lowering:
+    """What an op's `lower` works with.
+
+    Args:
+        n_threads: threads that will run the program.
+    """
+
+    def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+        self.steps: list[Step] = []
+        self.node: Tensor | None = None  # the graph's node that is being lowered
+        self._contexts: list[Context] = []
+        self._scratch: dict[Tensor, _Scratch] = {}
+        self._derived: dict[tuple[Any, ...], Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []  # (fresh record, tensor whose data it writes)
+
+    # -- what ops call -----------------------------------------------------------------------------------------------
+
+    def emit(
+        self,
+        kernel: Kernel,
+        dst: Tensor,
+        src: tuple[Tensor | None, ...] | None = None,
+        params: Sequence[int] | bytes | None = None,
+        work: int = 0,
+    ) -> None:
+        """Append a step that computes `dst`.
+
+        Args:
+            kernel: what runs.
+            dst: a node of the graph, or a tensor of this lowering.
+            src: sources the kernel reads, by default those of `dst`.
+            params: op_params as int32 words or 64 bytes, by default those of `dst`.
+            work: bytes of scratch beyond the chunk counter's line.
+        """
+        record = dst
+        if src is not None or params is not None:
+            record = self._record(dst.type, dst.ne, dst.nb, dst.src if src is None else src)
+            record.data = dst.data
+            data = dst.op_params if params is None else bytes(params) if isinstance(params, bytes) else _words(params)
+            record.context.buffer[record.offset + PARAMS_AT : record.offset + PARAMS_AT + PARAM_BYTES] = data
+            self._copies.append((record, dst))
+        at = len(self.steps)
+        for t in (dst, *record.src):
+            if t is not None and t in self._scratch:
+                self._scratch[t].last = at
+        self.steps.append(Step(kernel, record, self.node if self.node is not None else dst, work))
+
+    def derived(self, source: Tensor, kind: str, type: Type, ne: Dims, nbytes: int) -> tuple[Tensor, bool]:
+        """A tensor computed from `source` that all users of the same kind share.
+
+        Args:
+            source: what it is made from.
+            kind: what it is; with the source's bytes and layout the key of sharing.
+            type, ne: for its header.
+            nbytes: its size.
+
+        Returns:
+            The tensor, and True if it is new: then emit the step that fills it.
+        """
+        root = source.view_src if source.view_src is not None else source
+        key = (root, source.view_offs, source.type, source.ne, source.nb, kind)
+        found = self._derived.get(key)
+        if found is not None:
+            return found, False
+        made = self._derived[key] = self.scratch(type, ne, nbytes)
+        return made, True
+
+    def scratch(self, type: Type, ne: Dims, nbytes: int) -> Tensor:
+        """A tensor of `nbytes` in the program's scratch memory, alive until the last step that names it."""
+        tensor = self._record(type, ne, None, ())
+        self._scratch[tensor] = _Scratch(tensor, nbytes, len(self.steps))
+        return tensor
+
+    # -- what the engine calls ---------------------------------------------------------------------------------------
+
+    def lower_node(self, node: Tensor) -> None:
+        """Emit the steps of one node of the graph."""
+        if node.op.view or node.is_empty:
+            return
+        self.node = node
+        node.op.lower_node(self, node)
+        if node.view_src is not None:  # it wrote into existing bytes: what was derived from them is stale
+            root = node.view_src
+            for key in [k for k in self._derived if k[0] is root]:
+                del self._derived[key]
+
+    def _record(self, type: Type, ne: Dims, nb: Dims | None, src: tuple[Tensor | None, ...]) -> Tensor:
+        if not self._contexts or self._contexts[-1].end + tensor_overhead() > self._contexts[-1].mem_size:
+            self._contexts.append(Context(_RECORDS * tensor_overhead(), no_alloc=True))
+        context = self._contexts[-1]
+        with context:
+            return new_node(NONE, type, ne, src, nb=nb)
+
+    def place(self) -> int:
+        """Give each scratch tensor an offset, by first fit over lifetimes; returns the bytes needed."""
+        placed: list[_Scratch] = []
+        total = 0
+        for s in sorted(self._scratch.values(), key=lambda s: -s.nbytes):
+            size = _align(s.nbytes)
+            busy = sorted(
+                (p.offset, p.offset + _align(p.nbytes)) for p in placed if p.first <= s.last and s.first <= p.last
+            )
+            at = 0
+            for low, high in busy:
+                if at + size <= low:
+                    break
+                at = max(at, high)
+            s.offset = at
+            placed.append(s)
+            total = max(total, at + size)
+        return total
+
+    def set_data(self, base: int) -> None:
+        """Write addresses into the lowering's records."""
+        for s in self._scratch.values():
+            s.tensor.data = base + s.offset
+        for record, dst in self._copies:
+            record.data = dst.data
+
+
+def _words(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values) + bytes(PARAM_BYTES - 4 * len(values))
+
+
+def _align(n: int) -> int:
+    return (n + SCRATCH_ALIGN - 1) // SCRATCH_ALIGN * SCRATCH_ALIGN
+
+
+class Executable:
+    """A lowered graph, ready to run any number of times.
+
+    Attributes:
+        steps: the kernel calls, in order.
+        rows: the packed program, int64 [n_steps, 4].
+        scratch_nbytes: bytes of derived tensors and of the work buffer.
+    """
+
+    def __init__(self, graph: Graph, n_threads: int, lowering: Lowering, work_context: Context | None) -> None:
+        from ggjit.jit import compile_all
+        from ggjit.program import Program
+
+        self.graph, self.n_threads, self.steps = graph, n_threads, lowering.steps
+        self._lowering = lowering
+        derived = lowering.place()
+        work = max((s.work for s in self.steps), default=0)
+        self.work_nbytes = work
+        self.scratch_nbytes = derived + COUNTER_LINE + work
+        self._scratch = aligned_bytes(derived)
+        self._work = _work_buffer(work, work_context)
+        lowering.set_data(self._scratch.ctypes.data)
+        self._task = np.array([self._work.ctypes.data, self._work.nbytes], np.int64)
+        kernels = list(dict.fromkeys(s.kernel for s in self.steps))
+        entries = dict(zip(kernels, compile_all(kernels), strict=True))
+        rows = np.zeros((len(self.steps), 4), np.int64)
+        for i, s in enumerate(self.steps):
+            rows[i] = (
+                entries[s.kernel],
+                s.record.address,
+                self._task.ctypes.data,
+                COUNTER if s.kernel.uses_counter else 0,
+            )
+        self.rows: NDArray[np.int64] = rows
+        _set_barriers(self.steps, rows, (self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes))
+        self._program = Program(rows)
+        self._addresses = [t.data for t in [*graph.leafs, *graph.nodes]]
+
+    def is_stale(self) -> bool:
+        """Has the data of a tensor moved since the graph was lowered?"""
+        return self._addresses != [t.data for t in [*self.graph.leafs, *self.graph.nodes]]
+
+    def run(self, callback: Callable[[Tensor], bool] | None = None) -> None:
+        """Compute the graph.
+
+        Args:
+            callback: called with each node after its last step, while all threads wait; False stops the run. Without
+                it no Python runs between nodes.
+
+        Raises:
+            IndexError: an index is out of range; names node, source, position and value.
+            RuntimeError: a kernel failed otherwise.
+        """
+        from ggjit.threadpool import get_pool
+
+        pool = get_pool(self.n_threads)
+        if callback is None:
+            failed = self._program.run(pool)
+            if failed is not None:
+                raise self.error(*failed)
+            return
+        for i, s in enumerate(self.steps):
+            failed = self._program.run(pool, i, i + 1)
+            if failed is not None:
+                raise self.error(*failed)
+            last = i + 1 == len(self.steps) or self.steps[i + 1].node is not s.node
+            if last and not callback(s.node):
+                return
+
+    def time(self) -> NDArray[np.int64]:
+        """Run once and return the nanoseconds of each step (of the first thread, barrier included)."""
+        from ggjit.threadpool import get_pool
+
+        return self._program.time(get_pool(self.n_threads))
+
+    def error(self, row: int, status: int) -> Exception:
+        """The exception for a step that returned a status other than 0."""
+        step = self.steps[row]
+        node = step.node
+        where = f"{node.op.name}: node '{node.name}'"
+        source = step.record.src[(status & 15) - 1] if 0 < status and (status & 15) <= len(step.record.src) else None
+        if source is None:
+            return RuntimeError(f"{where}: kernel {step.kernel.name} must return 0, got status {status}")
+        position = status >> 4
+        value = source.numpy().reshape(-1)[position]
+        return IndexError(
+            f"{where}: indices in source '{source.name}' must be valid rows, got {value} at position {position} "
+            f"of {list(source.ne)}"
+        )
+
+
+def _work_buffer(work: int, context: Context | None) -> NDArray[np.uint8]:
+    """The counter's line and the scratch behind it; in a context it is an object of ggml's kind (nothing if no scratch)."""
+    if context is None or work == 0:
+        if context is not None:
+            context.new_object(0, WORK_BUFFER)
+        return aligned_bytes(COUNTER_LINE + work)
+    size = COUNTER_LINE + work + SCRATCH_ALIGN
+    offset = context.new_object(size, WORK_BUFFER)
+    skip = -(context.base + offset) % SCRATCH_ALIGN
+    return context.array[offset + skip : offset + skip + COUNTER_LINE + work]
+
+
+def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, int]) -> None:
+    """Set BARRIER on each step after which the threads must meet before the next one.
+
+    A step may begin while other threads are still in the steps before it only if it reads nothing they write and writes
+    nothing they read or write. A step that counts chunks needs the counter zeroed at a barrier.
+    """
+    reads: list[tuple[int, int]] = []
+    writes: list[tuple[int, int]] = []
+    for i, s in enumerate(steps):
+        r = s.record
+        scratch = [work] if s.work or rows[i, 3] & COUNTER else []
+        mine = [(r.data, r.data + _extent(r)), *scratch]
+        theirs = [(t.data, t.data + _extent(t)) for t in r.src if t is not None]
+        counts = bool(rows[i, 3] & COUNTER)
+        clash = counts or _overlap(theirs, writes) or _overlap(mine, writes) or _overlap(mine, reads)
+        if i and clash:
+            rows[i - 1, 3] |= BARRIER
+            reads, writes = [], []
+        reads += theirs
+        writes += mine
+    if steps:
+        rows[-1, 3] |= BARRIER
+
+
+def _extent(t: Tensor) -> int:
+    buffer = t.buffer
+    return t.nbytes if buffer is None or buffer.type.is_host else buffer.type.alloc_size(t)
+
+
+def _overlap(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
+    return any(low < h and l < high for low, high in a for l, h in b)  # noqa: E741
+
+
+def lower(graph: Graph, n_threads: int, work_context: Context | None = None) -> Executable:
+    """Make a graph whose tensors all have data ready to run.
+
+    Args:
+        graph: the graph.
+        n_threads: threads that will run it.
+        work_context: where the work buffer goes, by default memory of its own.
+
+    Raises:
+        ValueError: a tensor has no data.
+        NotImplementedError: no kernel takes a node.
+    """
+    lowering = Lowering(n_threads)
+    for t in [*graph.leafs, *graph.nodes]:
+        if t.data == 0 and t.nbytes:
+            raise ValueError(f"lower: tensors must have data before they are computed, got none ('{t.name}')")
+    for node in graph.nodes:
+        lowering.lower_node(node)
+    return Executable(graph, n_threads, lowering, work_context)
