@@ -1,0 +1,24 @@
+"""GGUF files, the format of llama.cpp's models: read lazily from a mapping of the file.
+
+Example:
+    with gguf.open("model.gguf") as file:
+        file.kv["general.architecture"]
+        file.tensors["token_embd.weight"].type
+        file.data("token_embd.weight")
+"""
+
+from __future__ import annotations
+
+import os
+
+from ggjit.errors import GgufError
+from ggjit.gguf.mapping import Mapping
+from ggjit.gguf.reader import GgufFile, Metadata, TensorInfo, ValueType
+from ggjit.gguf.strings import StringArray
+
+__all__ = ["GgufError", "GgufFile", "Mapping", "Metadata", "StringArray", "TensorInfo", "ValueType", "open"]
+
+
+def open(path: str | os.PathLike[str]) -> GgufFile:
+    """Open a GGUF file; see `GgufFile`."""
+    return GgufFile(path)
