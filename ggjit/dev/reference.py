@@ -1,0 +1,136 @@
+"""`python -m ggjit.dev reference PATH...`: run reference cases through builder, plan and compiled program.
+
+    ops/<op>.npz                       one op: header, result and changed storages
+    ops/quantize_<type>.npz            a quantizer: coder and decoder bit for bit, in NumPy and compiled
+    models/NAME.{gguf,json,npz}        a model: logits, split prompts, intermediate tensors, its vocabulary
+    vocab/NAME.cases.json              a vocabulary: tokenize, detokenize, chat
+    models/real/NAME.json              a real model, if its file is found (`--model FILE`)
+
+Every case runs with 1 and with 3 threads, whose results must be the same bits. One line is printed for each case that
+fails, then `N passed, N failed, N unsupported` and the names of what is unsupported, that is, has no code registered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ggjit.dev.reference_cases import Difference, is_case_file
+from ggjit.dev.reference_ops import Unsupported, run_file
+
+THREADS = (1, 3)
+Job = tuple[str, Callable[[], list[Difference]]]
+
+
+class Tally:
+    """Counts of what passed, failed and is unsupported, by name."""
+
+    def __init__(self) -> None:
+        self.passed, self.failed, self.n_unsupported = 0, 0, 0
+        self.unsupported: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def lines(self) -> list[str]:
+        """The closing lines."""
+        out = [f"{self.passed} passed, {self.failed} failed, {self.n_unsupported} unsupported"]
+        for kind, names in sorted(self.unsupported.items()):
+            out.append(f"unsupported {kind}: " + ", ".join(f"{name} ({n})" for name, n in sorted(names.items())))
+        return out
+
+
+def find_jobs(path: Path, threads: Sequence[int], model: Path | None) -> Iterator[Job]:
+    """The cases at a path, a file or a folder that is searched to its leaves.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if path.is_dir():
+        for inner in sorted(path.rglob("*")):
+            described = inner.with_suffix(".json").exists()
+            if inner.suffix == ".json" or (inner.suffix == ".npz" and not described):
+                yield from find_jobs(inner, threads, model)
+    elif not path.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    elif path.suffix == ".npz" and is_case_file(path):
+        yield from run_file(path, threads)
+    elif path.with_suffix(".json").exists():
+        yield from _described(path.with_suffix(".json"), threads, model)
+
+
+def _described(path: Path, threads: Sequence[int], model: Path | None) -> Iterator[Job]:
+    """Cases of a model or a vocabulary that a JSON file describes."""
+    from ggjit.dev import reference_models, reference_vocab
+
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(facts, dict) or "file" not in facts:
+        return
+    file = path.parent / facts["file"]
+    if not file.exists() and model is not None and model.name == file.name:
+        file = model
+    yield from reference_vocab.jobs(path, facts, file)
+    yield from reference_models.jobs(path, facts, file, threads)
+
+
+def run_paths(paths: Sequence[Path], threads: Sequence[int] = THREADS, model: Path | None = None, verbose: bool = False) -> Tally:
+    """Run all cases under some paths; failing ones are printed.
+
+    Args:
+        paths: files and folders.
+        threads: numbers of threads that each case runs with.
+        model: file of a real model that the folders describe.
+        verbose: print every case with its time.
+
+    Returns:
+        The counts.
+    """
+    tally = Tally()
+    progress = sys.stderr.isatty()
+    for path in paths:
+        for name, job in find_jobs(path, threads, model):
+            if progress:
+                print(f"\r{name[:100]:100}", end="\r", file=sys.stderr, flush=True)
+            start = time.perf_counter()
+            status = _run(name, job, tally)
+            if verbose:
+                print(f"{status} {name} {time.perf_counter() - start:.2f} s", flush=True)
+    return tally
+
+
+def _run(name: str, job: Callable[[], list[Difference]], tally: Tally) -> str:
+    try:
+        differences = job()
+    except Unsupported as missing:
+        tally.n_unsupported += 1
+        tally.unsupported[missing.kind][missing.name] += 1
+        return "unsupported"
+    except Exception as error:  # a case that raises has failed; the others go on
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        differences = [Difference(f"{type(error).__name__} ({Path(where.filename).name}:{where.lineno}): {error}", float("inf"), 0)]
+    if not differences:
+        tally.passed += 1
+        return "passed"
+    tally.failed += 1
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    print(f"FAILED {name}: {differences[0]}{more}", flush=True)
+    return "failed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `reference`."""
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files or folders with reference cases")
+    parser.add_argument("--threads", default="1,3", help="numbers of threads, separated by commas (default: 1,3)")
+    parser.add_argument("--model", type=Path, help="file of a real model that the folders describe")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print every case with its time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the cases; 1 if one failed."""
+    threads = tuple(int(n) for n in args.threads.split(","))
+    tally = run_paths(args.paths, threads, args.model, args.verbose)
+    print("\n".join(tally.lines()))
+    return 1 if tally.failed else 0

@@ -1,0 +1,274 @@
+"""Run reference cases of ops and of quantizers through builder, plan and compiled program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ggjit as gg
+from ggjit import op as op_registry
+from ggjit import ops, types
+from ggjit.context import Context, aligned_bytes
+from ggjit.dev.reference_cases import Array, Case, Difference, compare, decode, elements, read_cases
+from ggjit.op import NONE
+from ggjit.tensor import Tensor, encode, new_node
+from ggjit.types import Type
+
+ARENA = 1 << 20
+
+
+class Unsupported(Exception):
+    """No code for a case is registered.
+
+    Args:
+        kind: "ops", "types", "architectures" or "vocabularies".
+        name: what is missing.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(kind, name)
+        self.kind, self.name = kind, name
+
+
+# Functions of ggml whose name or arguments are not those of the builder: C function -> f(case, arguments) -> the
+# builder's name, its arguments, its keywords.
+_Call = tuple[str, list[Any], dict[str, Any]]
+_FORMS: dict[str, Callable[[Case, list[Any]], _Call]] = {
+    "ggml_unary": lambda case, a: (case.meta["sub"].lower(), a[:1], {}),
+    "ggml_glu": lambda case, a: (case.meta["sub"].lower(), a[:1], {"swapped": True} if a[2] else {}),
+    "ggml_glu_split": lambda case, a: (case.meta["sub"].lower(), a[:2], {}),
+}
+# Functions called on a finished node -> keyword of the builder.
+_SETTERS = {
+    "ggml_soft_max_add_sinks": "sinks",
+    "ggml_flash_attn_ext_add_sinks": "sinks",
+    "ggml_rope_set_offset": "offset",
+    "ggml_prec_set_acc": "prec",
+    "ggml_mul_mat_set_hint": "hint",
+}
+
+
+def _leaf(header: dict[str, Any], storages: Sequence[Array]) -> Tensor:
+    """A header over a storage, with the case's own strides."""
+    t = new_node(NONE, types.by_name(header["type"]), tuple(header["ne"]), nb=tuple(header["nb"]))
+    memory = storages[header["storage"]]
+    t.context.keep(memory)
+    t.data = memory.ctypes.data + header["offset"]
+    if header.get("param"):
+        t.set_param()
+    return t
+
+
+def _argument(value: Any, sources: Sequence[Tensor | None]) -> Any:
+    if isinstance(value, dict):
+        if "src" in value:
+            return sources[value["src"]]
+        return gg.new_tensor(types.by_name(value["like"]["type"]), *value["like"]["ne"])
+    if isinstance(value, str):
+        return types.by_name(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _call(case: Case, sources: Sequence[Tensor | None]) -> Tensor:
+    """Call the builder as the case called ggml's."""
+    call = case.meta["call"]
+    arguments = [_argument(a, sources) for a in call["args"]]
+    plain = call["fn"].removesuffix("_inplace")
+    form = _FORMS.get(plain)
+    name, args, keywords = form(case, arguments) if form else (plain.removeprefix("ggml_"), arguments, {})
+    if call["fn"] != plain:
+        keywords["inplace"] = True
+    for setter, _, value in call.get("post") or []:
+        keywords[_SETTERS[setter]] = _argument(value, sources)
+    builder = getattr(ops, name, None)
+    if builder is None or name not in ops.__all__:
+        raise Unsupported("ops", name)
+    return builder(*args, **keywords)  # type: ignore[no-any-return]
+
+
+def _missing(node: Tensor) -> Unsupported:
+    """What a node lacks that no kernel takes: the code of a type, else a kernel of the op for its types."""
+    tensors = [node, *(s for s in node.src if s is not None)]
+    for t in tensors:
+        if t.type.is_quantized and t.type.quant is None:
+            return Unsupported("types", t.type.name)
+    return Unsupported("ops", f"{node.op.name}({', '.join(s.type.name for s in tensors[1:])}) -> {node.type.name}")
+
+
+def _check_header(case: Case, node: Tensor) -> Iterator[Difference]:
+    want = case.meta["dst"]
+    pairs = [("type", node.type, types.by_name(want["type"])), ("ne", list(node.ne), want["ne"]), ("nb", list(node.nb), want["nb"])]
+    params = np.frombuffer(node.op_params, np.int32).tolist()
+    for what, got, expected in [*pairs, ("op_params", params, case.meta["op_params"])]:
+        if got != expected:
+            yield Difference(f"{what} {got}, not {expected}", float("inf"), 0)
+
+
+def _check_result(case: Case, node: Tensor, storages: Sequence[Array]) -> Iterator[Difference]:
+    header = case.meta["dst"]
+    alias = case.meta["dst_alias"]
+    if alias and 0 not in node.ne:
+        offset = node.data - storages[alias["storage"]].ctypes.data
+        if offset != alias["offset"]:
+            yield Difference(f"the result must lie at byte {alias['offset']} of storage {alias['storage']}, not {offset}", float("inf"), 0)
+            return
+    want = case.arrays["dst"].copy()
+    got = np.zeros_like(want) if 0 in node.ne else node.bytes().copy()
+    if got.size != want.size:
+        yield Difference(f"nbytes {got.size}, not {want.size}", float("inf"), 0)
+        return
+    for start, end in case.meta.get("dst_undefined", []):
+        got[start:end] = want[start:end]
+    difference = compare(case, "result", elements(got, header), elements(want, header), node.type)
+    if difference:
+        yield difference
+    for k, storage in enumerate(case.meta["storages"]):
+        kind = types.by_name(storage["type"])
+        nb = [kind.type_size, *np.multiply.accumulate([types.row_size(kind, storage["ne"][0]), *storage["ne"][1:3]]).tolist()]
+        layout = {"type": storage["type"], "ne": storage["ne"], "nb": nb}
+        after = case.arrays.get(f"s{k}_after", case.arrays[f"s{k}"])
+        difference = compare(case, f"storage {k} afterwards", elements(storages[k], layout), elements(after, layout), kind)
+        if difference:
+            yield difference
+
+
+def run_op(case: Case, threads: Sequence[int]) -> list[Difference]:
+    """Build, plan, compile and compute one op case with each number of threads.
+
+    Returns:
+        What misses the reference; empty if the case passes.
+
+    Raises:
+        Unsupported: no code for it is registered.
+    """
+    if case.meta["op"].lower() not in op_registry.REGISTRY:
+        raise Unsupported("ops", case.meta["op"].lower())
+    found: list[Difference] = []
+    first: Array | None = None
+    for n_threads in threads:
+        storages = []
+        for k in range(len(case.meta["storages"])):
+            data = case.arrays[f"s{k}"]
+            memory = aligned_bytes(max(data.size, 1))[: data.size]
+            memory[:] = data
+            storages.append(memory)
+        with Context(ARENA, no_alloc=True):
+            sources = [None if h is None or h.get("self") else _leaf(h, storages) for h in case.meta["srcs"]]
+            try:
+                node = _call(case, sources)
+            except NotImplementedError as error:
+                raise Unsupported("ops", str(error)) from None
+            found += _check_header(case, node)
+            if not node.op.supported(node):
+                raise _missing(node)
+            if found:
+                return found
+            gg.build(node).compute(n_threads=n_threads)
+            found += _check_result(case, node, storages)
+            bits = np.zeros(0, np.uint8) if 0 in node.ne else node.bytes().copy()
+        if found:
+            return [d._replace(what=f"{n_threads} threads: {d.what}") for d in found]
+        if first is not None and not np.array_equal(bits, first):
+            return [Difference(f"{n_threads} threads: bits differ from {threads[0]}", float((bits != first).sum()), 0)]
+        first = bits
+    return found
+
+
+def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
+    """Check one quantizer case: NumPy coder and decoder bit for bit, then the compiled ones through a graph.
+
+    Raises:
+        Unsupported: no code for the type is registered.
+    """
+    kind = types.by_name(case.meta["type"])
+    if kind.is_quantized and kind.quant is None:
+        raise Unsupported("types", kind.name)
+    arrays, found = case.arrays, []
+    exact = case.meta.get("q_exact", True)
+    coded = [arrays[name] for name in ("q", "q_cpu") if name in arrays]
+    if case.meta["kind"] == "quantize":
+        found += _equal("quantize", _quantize(kind, case), coded, kind, exact)
+    if "y" in arrays:
+        found += _equal("dequantize", _values(arrays["q"], kind), [arrays["y"]], types.F32, True)
+    for n_threads in threads:
+        if "y" in arrays:
+            found += _equal(f"{n_threads} threads: get_rows", _decode_by_graph(arrays["q"], kind, n_threads), [arrays["y"]], types.F32, True)
+        if case.meta["kind"] == "quantize" and not case.meta["imatrix"]:
+            made = _encode_by_graph(arrays["x"], kind, n_threads)
+            if made is not None:
+                found += _equal(f"{n_threads} threads: cpy", made, coded, kind, exact)
+    return found
+
+
+def _values(coded: Array, kind: Type) -> Array:
+    blocks = coded.reshape(len(coded), -1, kind.type_size)
+    if kind.dtype is not None:
+        blocks = coded.view(kind.dtype)
+    return decode(blocks, kind).astype(np.float32)
+
+
+def _quantize(kind: Type, case: Case) -> Array:
+    x = case.arrays["x"]
+    if kind.quant is None:
+        return encode(x, kind)
+    if not case.meta["imatrix"]:
+        return kind.quant.quantize(x)
+    if "imatrix" not in inspect.signature(kind.quant.quantize).parameters:
+        raise Unsupported("types", f"{kind.name} with an importance matrix")
+    return kind.quant.quantize(x, imatrix=case.arrays["imatrix"])
+
+
+def _equal(what: str, got: Array, allowed: Sequence[Array], kind: Type, exact: bool) -> list[Difference]:
+    """Bits equal to one of the allowed results; where codes are unspecified, their values equal."""
+    got = np.ascontiguousarray(got).reshape(allowed[0].shape)
+    if any(np.array_equal(got.view(np.uint8), want.view(np.uint8)) for want in allowed):
+        return []
+    if not exact or kind is types.F32:  # a NaN may have any bits
+        pairs = [(got, want) if kind is types.F32 else (_values(got, kind), _values(want, kind)) for want in allowed]
+        if any(np.array_equal(a, b, equal_nan=True) for a, b in pairs):
+            return []
+    wrong = min(int((got.view(np.uint8) != want.view(np.uint8)).sum()) for want in allowed)
+    return [Difference(f"{what}: unequal bytes", wrong, 0)]
+
+
+def _decode_by_graph(coded: Array, kind: Type, n_threads: int) -> Array:
+    with Context(ARENA, no_alloc=True):
+        rows = _rows(coded, kind)
+        node = ops.get_rows(rows, gg.from_numpy(np.arange(len(coded), dtype=np.int32)))
+        if not node.op.supported(node):
+            raise _missing(node)
+        gg.build(node).compute(n_threads=n_threads)
+        return np.array(node.numpy()).reshape(len(coded), -1)
+
+
+def _rows(coded: Array, kind: Type) -> Tensor:
+    n = coded.nbytes // len(coded) // kind.type_size * kind.blck_size
+    header = {"type": kind.name, "ne": (n, len(coded), 1, 1), "storage": 0, "offset": 0}
+    header["nb"] = (kind.type_size, coded.nbytes // len(coded), coded.nbytes, coded.nbytes)
+    memory = aligned_bytes(coded.nbytes)
+    memory[:] = np.ascontiguousarray(coded).view(np.uint8).reshape(-1)
+    return _leaf(header, [memory])
+
+
+def _encode_by_graph(x: Array, kind: Type, n_threads: int) -> Array | None:
+    """Rows converted by the compiled program; None where run-time conversion to the type is not offered."""
+    with Context(ARENA, no_alloc=True):
+        try:
+            node = ops.cpy(gg.from_numpy(x), gg.new_tensor(kind, *x.shape[::-1]))
+        except NotImplementedError:
+            return None
+        if not node.op.supported(node):
+            return None
+        gg.build(node).compute(n_threads=n_threads)
+        return node.bytes().copy()
+
+
+def run_file(path: Path, threads: Sequence[int]) -> Iterator[tuple[str, Callable[[], list[Difference]]]]:
+    """The cases of a file: (id, function that runs it)."""
+    run = run_quant if path.stem.startswith("quantize_") else run_op
+    for case in read_cases(path):
+        yield f"{path.stem} {case.id}", lambda case=case: run(case, threads)  # type: ignore[misc]
