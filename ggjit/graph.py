@@ -8,7 +8,7 @@ The graph is an object of its context, as in ggml: its arrays of addresses lie i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,9 +127,7 @@ class Graph:
         )
         n = len(into)
         if n >= self.size:
-            raise ValueError(
-                f"build_forward_expand: the graph must have room for its {kind}s, got {self.size}; give Graph a larger size"
-            )
+            raise ValueError(f"build_forward_expand: the graph must have room for its {kind}s, got size {self.size}")
         if not t.name:
             t.name = f"{kind}_{n}"
         if not is_leaf:
@@ -141,10 +139,12 @@ class Graph:
 
     @property
     def n_nodes(self) -> int:
+        """Number of nodes."""
         return len(self.nodes)
 
     @property
     def n_leafs(self) -> int:
+        """Number of leafs."""
         return len(self.leafs)
 
     def get_tensor(self, name: str) -> Tensor:
@@ -163,9 +163,8 @@ class Graph:
         print(f"graph: {self.n_nodes} nodes, {self.n_leafs} leafs")
         for kind, tensors in (("node", self.nodes), ("leaf", self.leafs)):
             for i, t in enumerate(tensors):
-                print(
-                    f"  {kind} {i:4d} {t.op.name:>16} {t.type.name:>6} {list(t.ne)!s:>26} uses {self.use_counts[t]}  {t.name}"
-                )
+                what = f"{t.op.name:>16} {t.type.name:>6} {list(t.ne)!s:>26}"
+                print(f"  {kind} {i:4d} {what} uses {self.use_counts[t]}  {t.name}")
 
     def dot(self) -> str:
         """The graph in Graphviz' language."""
@@ -237,6 +236,3 @@ def build(results: Sequence[Tensor] | Tensor, size: int = DEFAULT_SIZE) -> Graph
     for t in [results] if isinstance(results, Tensor) else results:
         graph.build_forward_expand(t)
     return graph
-
-
-ComputeCallback = Callable[[Tensor], bool]

@@ -110,7 +110,8 @@ class Lowering:
         Args:
             source: what it is made from.
             kind: what it is; with the source's bytes and layout the key of sharing.
-            type, ne: for its header.
+            type: for its header.
+            ne: for its header.
             nbytes: its size.
 
         Returns:
@@ -277,7 +278,7 @@ class Executable:
 
 
 def _work_buffer(work: int, context: Context | None) -> NDArray[np.uint8]:
-    """The counter's line and the scratch behind it; in a context it is an object of ggml's kind (nothing if no scratch)."""
+    """The counter's line and the scratch behind it; in a context it is an object of it."""
     if context is None or work == 0:
         if context is not None:
             context.new_object(0, WORK_BUFFER)

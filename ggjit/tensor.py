@@ -43,7 +43,8 @@ _NO_PARAMS = bytes(_op.PARAM_BYTES)
 _NO_SRC = tuple((0,) * n for n in range(MAX_SRC + 1))  # by number of absent sources
 
 RECORD = np.dtype({
-    "names": ["type", "buffer", "ne", "nb", "op", "op_params", "flags", "src", "view_src", "view_offs", "data", "name", "extra"],
+    "names": ["type", "buffer", "ne", "nb", "op", "op_params", "flags", "src", "view_src", "view_offs", "data", "name",
+              "extra"],
     "formats": ["i4", "i8", ("i8", 4), ("i8", 4), "i4", ("i4", 16), "i4", ("i8", 10), "i8", "i8", "i8", "S64", "i8"],
     "offsets": [0, 8, 16, 48, 80, 84, 148, 152, 232, 240, 248, 256, 320],
     "itemsize": TENSOR_SIZE,
@@ -227,7 +228,7 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """No gaps: every stride is the product of the sizes below it. Strides of dimensions of one element do not count."""
+        """No gaps: strides are the products of the sizes below; those of dimensions of one element do not count."""
         return self._contiguous_from(0)
 
     @property
@@ -329,7 +330,7 @@ class Tensor:
             array = np.broadcast_to(array, shape)
         except ValueError:
             raise ValueError(
-                f"Tensor.set: values must have the shape {shape} (ne {list(self.ne)} reversed), got {array.shape} ('{self.name}')"
+                f"Tensor.set: values must fit shape {shape} (ne {list(self.ne)} reversed), got {array.shape} ('{self.name}')"
             ) from None
         encoded = encode(array, self.type)
         buffer = self.buffer if self.view_src is None else self.view_src.buffer
@@ -388,13 +389,9 @@ def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
     if not isinstance(b, (int, float, np.number)):
         return NotImplemented
     value = float(b)
-    s, bias = {
-        "add": (1.0, value),
-        "sub": (1.0, -value),
-        "mul": (value, 0.0),
-        "div": (1.0 / value if name == "div" else 0.0, 0.0),
-    }[name]
-    return ops.scale_bias(a, s, bias)  # type: ignore[no-any-return]
+    if name in ("mul", "div"):
+        return ops.scale_bias(a, value if name == "mul" else 1.0 / value, 0.0)  # type: ignore[no-any-return]
+    return ops.scale_bias(a, 1.0, value if name == "add" else -value)  # type: ignore[no-any-return]
 
 
 def _quant(type: Type) -> Any:
@@ -457,11 +454,13 @@ def new_node(
 
     Args:
         op: what computes the tensor.
-        type, ne: of the result.
+        type: of the result.
+        ne: of the result.
         src: at most 10 sources.
         params: values of `op.params`, in order.
         nb: strides, contiguous ones if absent.
-        view_src, view_offs: the result shows bytes of this tensor; a view of a view is a view of the root.
+        view_src: the result shows bytes of this tensor; a view of a view is a view of the root.
+        view_offs: byte offset into it.
 
     Raises:
         RuntimeError: no context is open.
