@@ -16,20 +16,24 @@ that list, so one description serves every CPU level:
 
     avx512   one vector; vpdpbusd
     avx2     two vectors; vpmaddubsw
-    sse2     four vectors of plain LLVM operations without target intrinsics (the portable level)
+    others   four vectors of plain LLVM operations without target intrinsics (portable)
 
-The module imports llvmlite alone; Numba is imported when a kernel that calls an emitted function is compiled.
+Numba is imported when a kernel that calls an emitted function is compiled, not before.
 """
 
 from __future__ import annotations
 
-from ggjit.jit import cpu_level
+from ggjit.ops.lib.emitted import emitted
 from llvmlite import ir
+
+__all__ = [
+    "BF16", "F16", "F32", "I1", "I8", "I16", "I32", "I64", "ROWS", "Emit", "OrderedLoad", "emitted", "vector",
+]  # fmt: skip
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 ROWS = 16
-BITS = {"avx512": 512, "avx2": 256, "sse2": 128}
+BITS = {"avx512": 512, "avx2": 256}  # 128 at the other levels
 
 
 class _BFloat(ir.types._BaseFloatType):
@@ -69,12 +73,13 @@ class Emit:
 
     Args:
         builder: llvmlite IRBuilder, positioned.
-        level: "avx512", "avx2" or "sse2".
+        level: as `ggjit.jit.cpu_level` gives it.
     """
 
     def __init__(self, builder, level):
         self.b, self.level = builder, level
-        self.bits = BITS[level]
+        self.portable = level not in BITS
+        self.bits = BITS.get(level, 128)
         self.parts = 512 // self.bits
         self.lanes = self.bits // 32
         self.nbytes = self.bits // 8
@@ -195,7 +200,7 @@ class Emit:
 
     def load_f16(self, address, offset=0, ordered=False):
         """16 f16 as f32."""
-        if self.level == "sse2":
+        if self.portable:
             return self.halves_to_f32(self._loads(address, offset, vector(I16, self.lanes), ordered))
         return self.map(
             lambda v: self.b.fpext(v, vector(F32, self.lanes)),
@@ -307,7 +312,7 @@ class Emit:
 
     def fma(self, x, y, z):
         """Fused x * y + z with one rounding; at the portable level with one or two, as the target has it."""
-        name = f"llvm.{'fmuladd' if self.level == 'sse2' else 'fma'}.v{self.lanes}f32"
+        name = f"llvm.{'fmuladd' if self.portable else 'fma'}.v{self.lanes}f32"
         return self.map(lambda a, c, d: self.call(name, a.type, a, c, d), x, y, z)
 
     def fmul(self, x, y):
@@ -428,7 +433,7 @@ class Emit:
 
     def lookup16(self, x, table):
         """table[x] of 16 bytes for indices below 16 (vpshufb; selects at the portable level)."""
-        if self.level == "sse2":
+        if self.portable:
             out = self.bytes_const(table[0])
             for i, value in enumerate(table[1:], 1):
                 out = self.map(
@@ -485,7 +490,7 @@ class Emit:
         return b.add(even, odd)
 
     def dot2_bf16(self, acc, x, y):
-        """Return acc + x[2i] * y[2i] + x[2i+1] * y[2i+1] of bf16 pairs given as 64 bytes (vdpbf16ps: needs avx512bf16)."""
+        """Return acc + x[2i] * y[2i] + x[2i+1] * y[2i+1] of bf16 pairs in 64 bytes (vdpbf16ps: needs avx512bf16)."""
         t = vector(BF16, 2 * self.lanes)
         return self.map(
             lambda a, u, v: self.call(
@@ -515,40 +520,3 @@ def _unflatten(flat, shape):
         out.append(flat[i] if n is None else list(flat[i : i + n]))
         i += 1 if n is None else n
     return out
-
-
-class Emitted:
-    """An emit function that kernels call; `function` and what it captures are part of a kernel's cache key."""
-
-    def __init__(self, function, names):
-        self.function, self.names, self._type = function, names.split(), None
-        self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
-
-    @property
-    def _numba_type_(self):
-        """Numba asks this of any global it meets in a function that it compiles: a function of int64 arguments."""
-        if self._type is None:
-            from numba import types
-            from numba.core.typing.templates import make_intrinsic_template
-
-            signature = types.void(*[types.int64] * len(self.names))
-
-            def codegen(context, builder, sig, args):
-                self.function(Emit(builder, cpu_level()), *args)
-                return context.get_dummy_value()
-
-            # Numba reads the arity from the definition's signature, so it is made with the right number of parameters.
-            scope = {"signature": signature, "codegen": codegen}
-            exec(f"def define(typingctx, {', '.join(self.names)}):\n    return signature, codegen\n", scope)
-            template = make_intrinsic_template(self, scope["define"], self.__name__)
-            self._type = types.Function(template)
-        return self._type
-
-
-def emitted(names):
-    """Make an emit function callable from kernels.
-
-    Args:
-        names: parameter names, separated by blanks; the function takes an Emit and one int64 value for each.
-    """
-    return lambda function: Emitted(function, names)
