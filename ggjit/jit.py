@@ -1,0 +1,370 @@
+"""Decorators for kernels and their helpers, and how compiled code is found: the one door to the compiler.
+
+Decorators only remember a function. A kernel is compiled when its address is first asked for, or read from the cache on
+disk, which needs no Numba.
+
+    memory = lazy_module("ggjit.ops.lib.memory")
+
+    @jitted
+    def row(nb, ne, i): ...
+
+    @kernel
+    def neg(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth): ...
+
+Flags are the same for all code: no fastmath, NumPy's error model, no allocation, no bounds checks, no SVML.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+from ggjit import kernel_cache, object_code
+from ggjit.cpu import cpu_level
+
+__all__ = ["Intrinsic", "Jitted", "Kernel", "Words", "compile_all", "cpu_level", "intrinsic", "jitted", "kernel", "lazy_module", "words"]  # fmt: skip
+
+_lock = threading.RLock()
+_Compiled = TypeVar("_Compiled", bound="Compiled")
+
+
+class _Helper:
+    """What kernels may call: Numba asks for its type when it meets it in a function that it compiles."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self._form: Any = None  # the Numba type, made at the first use
+        self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
+        self.__module__, self.__qualname__ = function.__module__, function.__qualname__
+
+    def _make(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def _numba_type_(self) -> Any:
+        with _lock:
+            self._form = self._form or self._make()
+            return self._form
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.lower()} {self.__qualname__}>"
+
+
+class Jitted(_Helper):
+    """A helper: a function that kernels may call. Called from Python it is compiled by Numba's dispatcher."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(function)
+        self.options = options
+        self._helper: Any = None
+        self._dispatcher: Any = None
+
+    def _make(self) -> Any:
+        from ggjit import numba_entry
+
+        self._helper = numba_entry.helper(self.function, self.options)  # its type holds it weakly
+        return self._helper._numba_type_
+
+    @property
+    def njit(self) -> Any:
+        """Numba's dispatcher of the function."""
+        from ggjit import numba_entry
+
+        with _lock:
+            self._dispatcher = self._dispatcher or numba_entry.python_dispatcher(self.function, self.options)
+            return self._dispatcher
+
+    def __call__(self, *args: Any) -> Any:
+        return self.njit(*args)
+
+
+class Intrinsic(_Helper):
+    """A helper that emits LLVM IR: `function(typingctx, *argument_types) -> (signature, codegen)`, run at compile time."""
+
+    def _make(self) -> Any:
+        from ggjit import numba_entry
+
+        return numba_entry.intrinsic(self.function)
+
+
+class Compiled:
+    """A function with a C entry: the key, the code, the address."""
+
+    kind = ""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.name = function, function.__name__
+        self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
+        self.__module__, self.__qualname__ = function.__module__, function.__qualname__
+        self._key: str | None = None
+        self._address = 0
+
+    @property
+    def key(self) -> str:
+        """What the compiled code is found by; changes with anything that the code is made of."""
+        if self._key is None:
+            self._key = kernel_cache.kernel_key(self.function, self.kind)
+        return self._key
+
+    @property
+    def entry(self) -> str:
+        """Name of the C entry in the object code."""
+        return f"ggjit_{self.key}"
+
+    def compile(self, assembly: bool = False) -> bytes | str:
+        """Compile now, whatever the cache holds; return the object code or its assembly."""
+        raise NotImplementedError
+
+    def address(self) -> int:
+        """Return the address of the C entry; loads or compiles at the first call."""
+        return self._address or compile_all([self])[0]
+
+    def asm(self) -> str:
+        """Return the machine code as assembly text (compiled anew)."""
+        text = self.compile(assembly=True)
+        assert isinstance(text, str)
+        return text
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.lower()} {self.__qualname__}>"
+
+
+class Words(Compiled):
+    """A function of int64 arguments returning int64, as a plain C function. Called from Python the GIL is released."""
+
+    kind = "words"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.n_args = len(inspect.signature(function).parameters)
+        self._call: Any = None
+
+    def compile(self, assembly: bool = False) -> bytes | str:
+        """Compile now, whatever the cache holds; return the object code or its assembly."""
+        from ggjit import numba_entry
+
+        return numba_entry.compile_words(self.function, self.entry, assembly)
+
+    @property
+    def c_function(self) -> Any:
+        """The ctypes function, for callers that call often."""
+        if self._call is None:
+            self._call = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + self.n_args))(self.address())
+        return self._call
+
+    def __call__(self, *args: int) -> int:
+        return int(self.c_function(*args))
+
+
+class Kernel(Compiled):
+    """A kernel of the fixed signature.
+
+    kernel(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, ..., op_params, work, ith, nth)
+
+    Buffers are uint8[::1], ne and nb int64[4], op_params int32[16]. The C entry is `int64 entry(int64 header, int64 task,
+    int64 ith, int64 nth)`: header is the address of a tensor's record, task that of the work buffer's address and size. It
+    returns 0, or (position << 4) | (source index + 1) for an index out of range.
+    """
+
+    kind = "kernel"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        names = list(inspect.signature(function).parameters)
+        self.n_src = (len(names) - 7) // 3
+        tensors = ["dst", *(f"src{i}" for i in range(self.n_src))]
+        want = [name + part for name in tensors for part in ("", "_ne", "_nb")] + ["op_params", "work", "ith", "nth"]
+        if names != want:
+            raise TypeError(f"{function.__qualname__}: a kernel takes ({', '.join(want)}), got ({', '.join(names)})")
+        if self.n_src > 10:
+            raise TypeError(f"{function.__qualname__}: a kernel has at most 10 sources, got {self.n_src}")
+        self._jitted = Jitted(function, {})
+        self._call: Any = None
+
+    @property
+    def njit(self) -> Any:
+        """Numba's dispatcher of the function, compiled apart from the C entry."""
+        return self._jitted.njit
+
+    def compile(self, assembly: bool = False) -> bytes | str:
+        """Compile now, whatever the cache holds; return the object code or its assembly."""
+        from ggjit import numba_entry
+
+        return numba_entry.compile_kernel(self.function, self.n_src, self.entry, assembly)
+
+    def __call__(self, *args: Any) -> None:
+        """Run on NumPy arrays: uint8 buffers, four ints for ne and nb, op_params, work, ith, nth.
+
+        A source may be absent: None, with any ne and nb.
+
+        Raises:
+            TypeError, ValueError: wrong arguments.
+            IndexError: an index in a source was out of range.
+        """
+        if self._call is None:
+            self._call = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 5)(self.address())
+        status = _call_entry(self, self._call, args)
+        if status < 0:
+            raise RuntimeError(f"{self.name}: the kernel raised an exception, got status {status}")
+        if status:
+            raise IndexError(
+                f"{self.name}: index out of range, got it in src{(status & 15) - 1} at position {status >> 4}"
+            )
+
+
+def _check_buffer(kernel: Kernel, name: str, buffer: Any) -> None:
+    if str(getattr(buffer, "dtype", "")) != "uint8" or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        what = f"{buffer.dtype}{list(buffer.shape)}" if hasattr(buffer, "dtype") else type(buffer).__name__
+        raise TypeError(f"{kernel.name}: {name} must be a contiguous uint8 array of one dimension, got {what}")
+
+
+def _call_entry(kernel: Kernel, entry: Any, args: Sequence[Any]) -> int:
+    """Put the arguments into tensor records as int64 words (336 bytes each) and call the C entry."""
+    n = 1 + kernel.n_src
+    if len(args) != 3 * n + 4:
+        raise TypeError(f"{kernel.name}: takes {3 * n + 4} arguments, got {len(args)}")
+    op_params, work, ith, nth = args[3 * n :]
+    words = (ctypes.c_int64 * (42 * n + 2))()
+    base = ctypes.addressof(words)
+    for i in range(n):
+        buffer, ne, nb = args[3 * i : 3 * i + 3]
+        if i and buffer is None:
+            continue
+        _check_buffer(kernel, f"src{i - 1}" if i else "dst", buffer)
+        at = 42 * i
+        words[at + 2 : at + 6], words[at + 6 : at + 10] = [int(x) for x in ne], [int(x) for x in nb]
+        words[at + 31] = buffer.ctypes.data
+        if i:
+            words[19 + i - 1] = base + 336 * i
+        elif not buffer.flags.writeable:
+            raise ValueError(f"{kernel.name}: dst must be writable, got a read-only array")
+    if str(op_params.dtype) != "int32" or op_params.size > 16:
+        raise TypeError(f"{kernel.name}: op_params must be at most 16 int32, got {op_params.dtype}[{op_params.size}]")
+    _check_buffer(kernel, "work", work)
+    parameters = op_params.tobytes()
+    ctypes.memmove(base + 84, parameters, len(parameters))
+    words[42 * n], words[42 * n + 1] = work.ctypes.data, work.nbytes
+    return int(entry(base, base + 336 * n, ith, nth))
+
+
+# --- decorators -----------------------------------------------------------------------------------------------------------
+
+
+@overload
+def jitted(function: Callable[..., Any]) -> Jitted: ...
+@overload
+def jitted(**options: Any) -> Callable[[Callable[..., Any]], Jitted]: ...
+def jitted(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Make a helper for kernels: `@jitted`, or `@jitted(inline="always")`, `@jitted(forceinline=True)`."""
+    return Jitted(function, options) if function is not None else lambda f: Jitted(f, options)
+
+
+def intrinsic(function: Callable[..., Any]) -> Intrinsic:
+    """Make a helper that emits LLVM IR, as numba.extending.intrinsic does, without importing Numba."""
+    return Intrinsic(function)
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Make a kernel of a function with the fixed signature (see Kernel)."""
+    return Kernel(function)
+
+
+def words(function: Callable[..., Any]) -> Words:
+    """Make a plain C function of a function of int64 arguments that returns int64."""
+    return Words(function)
+
+
+class _LazyModule(types.ModuleType):
+    """Stands for a module until an attribute is looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(name)
+        value = getattr(importlib.import_module(self.__name__), name)
+        self.__dict__[name] = value
+        return value
+
+
+def lazy_module(name: str) -> Any:
+    """Return a module that is executed at the first look at one of its attributes."""
+    return sys.modules.get(name) or _LazyModule(name)
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """One line on stderr while several kernels compile, if that is a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.shown = total > 1 and sys.stderr is not None and sys.stderr.isatty()
+        self.bar: Any = None
+        if self.shown and importlib.util.find_spec("tqdm") is not None:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, desc="compiling kernels", leave=False)
+
+    def step(self, name: str) -> None:
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()
+        elif self.shown:
+            end = "\n" if self.done == self.total else ""
+            print(
+                f"\rcompiling kernels: {self.done}/{self.total} {name[:40]:<40}", end=end, file=sys.stderr, flush=True
+            )
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def compile_all(compiled: Iterable[Compiled]) -> list[int]:
+    """Load or compile what is missing, link it in one engine, and return all addresses in order.
+
+    Raises:
+        ValueError: the code of a kernel calls something that it must not.
+    """
+    every = list(compiled)
+    with _lock:
+        missing = {c.entry: c for c in every if not c._address and not _linked.get(c.key)}
+        objects: dict[str, bytes] = {}
+        for entry, c in missing.items():
+            code = kernel_cache.load(c.key)
+            if code is not None:
+                objects[entry] = code
+        fresh = [c for entry, c in missing.items() if entry not in objects]
+        progress = _Progress(len(fresh))
+        try:
+            for c in fresh:
+                objects[c.entry] = _compile(c)
+                progress.step(c.name)
+        finally:
+            progress.close()
+        if fresh:
+            kernel_cache.trim()
+        if objects:
+            addresses = object_code.link(objects)
+            _linked.update((missing[entry].key, address) for entry, address in addresses.items())
+        for c in every:
+            c._address = c._address or _linked[c.key]
+    return [c._address for c in every]
+
+
+_linked: dict[str, int] = {}  # key -> address: the same kernel made twice is linked once
+
+
+def _compile(compiled: Compiled) -> bytes:
+    code = compiled.compile()
+    assert isinstance(code, bytes)
+    object_code.check_symbols(code, compiled.name)
+    kernel_cache.store(compiled.key, code)
+    return code

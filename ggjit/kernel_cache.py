@@ -1,0 +1,292 @@
+"""Compiled kernels on disk: what a kernel's key is made of, and the folder of object code.
+
+A key changes when, and only when, what the kernel is made of changes: its code, that of every function it reaches over
+files and closures, the project modules it names (all of ops/lib when any of it is used), captured constants, the
+compiler's own source, the versions of Numba, llvmlite and Python, and the CPU. No line numbers, no file names, no dates.
+Computing a key does not import Numba.
+
+The folder is GGJIT_CACHE_DIR, else the user's cache directory; when neither can be written, a private folder in the
+temporary directory, else none. Files are written whole and renamed, so that processes may share the folder. Each ends in a
+checksum: a damaged file is compiled again. The oldest go first when the files exceed a limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import stat
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ggjit import cpu
+
+LIMIT = 1 << 30  # bytes of all files together
+_MAGIC = b"ggjit-object-1\n"
+_PACKAGE = Path(__file__).resolve().parent
+_COMPILER_FILES = ("cpu.py", "jit.py", "kernel_cache.py", "numba_entry.py", "object_code.py")
+_LIB = "ggjit.ops.lib"
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def file_hash(path: str) -> str:
+    """Hash of a source file's bytes, read once per process."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@functools.cache
+def _lib_hash() -> str:
+    """Hash of every module of ops/lib."""
+    spec = importlib.util.find_spec(_LIB)
+    assert spec is not None and spec.origin is not None
+    files = sorted(Path(spec.origin).parent.glob("*.py"))
+    return hashlib.sha256(repr([(f.name, file_hash(str(f))) for f in files]).encode()).hexdigest()
+
+
+@functools.cache
+def _compiler() -> str:
+    """What the compiler is: its source, versions, the CPU and its features."""
+    versions = version("numba"), version("llvmlite"), sys.version_info[:2], sys.platform
+    files = [file_hash(str(_PACKAGE / name)) for name in _COMPILER_FILES]
+    return repr((versions, files, cpu.cpu_level(), cpu.target()))
+
+
+@functools.cache
+def _module_hash(name: str) -> str | None:
+    """Hash of a project's or a user's module; None for installed packages (numpy, math)."""
+    if name == _LIB or name.startswith(_LIB + "."):
+        return _lib_hash()
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None) or importlib.util.find_spec(name)
+    origin = spec.origin if spec is not None else None
+    if not origin or not origin.endswith(".py"):
+        return None
+    installed = (
+        "site-packages" in origin or "dist-packages" in origin or origin.startswith(os.path.dirname(os.__file__))
+    )
+    return None if installed and not name.startswith("ggjit") else file_hash(origin)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+@functools.cache
+def _code_text(code: types.CodeType) -> str:
+    """Everything in a code object that decides what it does: not line numbers, file names or the docstring."""
+    parts = []
+    for c in _codes(code):
+        constants = [repr(k) for k in c.co_consts if not isinstance(k, types.CodeType)]
+        parts.append((c.co_code, c.co_names, c.co_varnames, c.co_freevars, c.co_argcount, constants))
+    return repr(parts)
+
+
+@functools.cache
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    return tuple(sorted({name for c in _codes(code) for name in c.co_names}))
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The Python function inside a helper, an intrinsic, an emitted body or a Numba dispatcher."""
+    for name in ("function", "py_func", "_defn", "body"):
+        inner = value if isinstance(value, types.FunctionType) else getattr(value, name, None)
+        if isinstance(inner, types.FunctionType):
+            return inner
+    return None
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(_plain(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes)
+
+
+class _Walk:
+    """Collects the parts of one kernel's key."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.seen: set[int] = set()
+
+    def value(self, name: str, value: Any, where: str) -> None:
+        if isinstance(value, types.ModuleType):  # first: looking at an attribute would load a lazy module
+            digest = _module_hash(object.__getattribute__(value, "__name__"))
+            self.parts.append(f"{name}: module {digest}")
+        elif _plain(value):
+            constant = sorted(map(repr, value)) if isinstance(value, frozenset) else value
+            self.parts.append(f"{name}: {type(value).__name__} {constant!r}")
+        elif isinstance(value, list | tuple):
+            self.parts.append(f"{name}: {len(value)} values")
+            for v in value:
+                self.value(name, v, where)
+        elif (function := _function_of(value)) is not None:
+            options = getattr(value, "options", None)
+            self.parts.append(f"{name}: {type(value).__name__} {sorted(options.items()) if options else ''}")
+            self.function(function)
+        elif hasattr(value, "dtype") and hasattr(value, "tobytes"):  # NumPy scalars and constant arrays
+            self.parts.append(f"{name}: {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}")
+        elif isinstance(value, type | types.BuiltinFunctionType):
+            self.parts.append(f"{name}: {value.__module__}.{value.__qualname__}")
+        else:
+            raise TypeError(
+                f"{where}: a kernel may refer to functions, modules and plain constants, got {name} = {value!r}"
+            )
+
+    def function(self, function: types.FunctionType) -> None:
+        if id(function) in self.seen:
+            return
+        self.seen.add(id(function))
+        code, where = function.__code__, function.__qualname__
+        in_lib = (function.__module__ or "").startswith(_LIB)
+        if in_lib:  # the whole of ops/lib is hashed; what is left is which of its functions, and what it captured
+            self.parts.append(f"{_lib_hash()} {function.__module__} {where}")
+        else:
+            self.parts.append(_code_text(code))
+            self.parts.append(repr((function.__defaults__, function.__kwdefaults__)))
+            scope = function.__globals__
+            for name in _global_names(code):
+                if name in scope:
+                    self.value(name, scope[name], where)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                captured = cell.cell_contents
+            except ValueError:  # not set yet
+                continue
+            self.value(name, captured, where)
+
+
+def kernel_key(function: Callable[..., Any], kind: str) -> str:
+    """Return the key of a function compiled as `kind`: 32 hexadecimal digits."""
+    walk = _Walk()
+    assert isinstance(function, types.FunctionType)
+    walk.function(function)
+    return hashlib.sha256(repr((kind, _compiler(), walk.parts)).encode()).hexdigest()[:32]
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------------
+
+
+def _usable(folder: Path, private: bool = False) -> bool:
+    """Whether files can be made in the folder (made if missing); a private one must be the user's own and no one else's."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if private and hasattr(os, "getuid"):
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+                return False
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _user_cache() -> Path | None:
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+        return Path(base) / "ggjit" / "Cache" if base else None
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = None
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "ggjit" if home else None
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "ggjit"
+    return home / ".cache" / "ggjit" if home and str(home) != "/" else None
+
+
+@functools.cache
+def folder() -> Path | None:
+    """Return the folder of compiled kernels, or None if nothing can be written."""
+    asked = os.environ.get("GGJIT_CACHE_DIR")
+    first = Path(asked).expanduser() if asked else _user_cache()
+    if first is not None and _usable(first):
+        return first
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    private = Path(tempfile.gettempdir()) / f"ggjit-{user}"
+    return private if _usable(private, private=True) else None
+
+
+def _readable() -> Iterator[Path]:
+    """The folders to look in: the one written to, and a read-only one named by the user or filled beforehand."""
+    written = folder()
+    if written is not None:
+        yield written
+    asked = os.environ.get("GGJIT_CACHE_DIR")
+    first = Path(asked).expanduser() if asked else _user_cache()
+    if first is not None and first != written:
+        yield first
+
+
+def load(key: str) -> bytes | None:
+    """Return the object code stored under a key; None if there is none, or it is damaged."""
+    for place in _readable():
+        path = place / f"{key}.o"
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        code, digest = data[len(_MAGIC) : -32], data[-32:]
+        if data.startswith(_MAGIC) and hashlib.sha256(key.encode() + code).digest() == digest:
+            try:
+                os.utime(path)  # the oldest are removed first
+            except OSError:
+                pass
+            return code
+    return None
+
+
+def store(key: str, code: bytes) -> None:
+    """Store object code under a key; failing to write (a full disk) is no error."""
+    place = folder()
+    if place is None:
+        return
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f"{key}.", suffix=".tmp", dir=place)
+        with os.fdopen(handle, "wb") as f:
+            f.write(_MAGIC + code + hashlib.sha256(key.encode() + code).digest())
+        os.replace(temporary, place / f"{key}.o")
+    except OSError:
+        if temporary is not None:
+            try:
+                os.unlink(temporary)
+            except OSError:
+                pass
+
+
+def trim(limit: int = LIMIT) -> None:
+    """Remove the files used longest ago until all together are under the limit."""
+    place = folder()
+    if place is None:
+        return
+    files = []
+    for path in place.iterdir():
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # another process removed it
+        if path.suffix in (".o", ".tmp"):
+            files.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= limit:
+            break
+        try:
+            path.unlink()
+        except OSError:
+            continue
+        total -= size
