@@ -56,7 +56,7 @@ def string_starts(data: NDArray[np.uint8], offset: int, n: int) -> NDArray[np.in
     starts = np.empty(n + 1, np.int64)
     starts[0] = offset
     done, patience = 0, 1
-    size = len(data)
+    size, view = len(data), data.data
     while done < n:
         found = _guess(data[offset : offset + _WINDOW])[: n - done + 1]
         if len(found) and found[-1] + offset > size:
@@ -67,7 +67,7 @@ def string_starts(data: NDArray[np.uint8], offset: int, n: int) -> NDArray[np.in
             offset = int(starts[done])
         patience = 1 if len(found) > _ENOUGH else min(2 * patience, 1 << 12)
         for _ in range(min(patience, n - done)):
-            length = _LENGTH.unpack_from(data, offset)[0] if size - offset >= 8 else size
+            length = _LENGTH.unpack_from(view, offset)[0] if size - offset >= 8 else size
             if length > size - offset - 8:
                 return offset
             offset += 8 + length
@@ -105,7 +105,7 @@ class StringArray(Sequence[str]):
         """uint8: the file that `offsets` point into."""
         return self._data
 
-    def bytes(self, i: int) -> bytes:
+    def raw(self, i: int) -> bytes:
         """The bytes of one string, as they are."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"StringArray: index must be in [{-len(self)}, {len(self)}), got {i}")
@@ -119,9 +119,9 @@ class StringArray(Sequence[str]):
     def __getitem__(self, i: int | slice) -> str | list[str]:
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
-        return self.bytes(i).decode("utf-8", "surrogateescape")
+        return self.raw(i).decode("utf-8", "surrogateescape")
 
-    def all_bytes(self) -> list[bytes]:
+    def raw_all(self) -> list[bytes]:
         """The bytes of all strings, quicker than one by one."""
         first = int(self._starts[0])
         text = self._data[first : self._starts[-1]].tobytes()
@@ -129,7 +129,7 @@ class StringArray(Sequence[str]):
         return [text[a + 8 : b] for a, b in pairwise(places)]
 
     def __iter__(self) -> Iterator[str]:
-        return (text.decode("utf-8", "surrogateescape") for text in self.all_bytes())
+        return (text.decode("utf-8", "surrogateescape") for text in self.raw_all())
 
     def __repr__(self) -> str:
         shown = ", ".join(repr(text) for text in self[:3])
