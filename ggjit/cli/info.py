@@ -1,0 +1,122 @@
+"""`ggjit info`: what ggjit found on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `info`."""
+    parser.add_argument("--limits", action="store_true", help="also measure plain reads and copies, int8 and f32 peaks")
+    parser.add_argument("-t", "--threads", default="", help="numbers of threads for --limits, separated by commas")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def package_version(name: str) -> str:
+    """The version of an installed package, found without importing it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def folder_size(folder: Path | None) -> tuple[int, int]:
+    """Number and bytes of the files below a folder; (0, 0) if there is none."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder is not None and folder.is_dir() else []
+    return len(files), sum(path.stat().st_size for path in files)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _folder(path: Path | None) -> dict[str, Any]:
+    n, nbytes = folder_size(path)
+    return {"path": None if path is None else str(path), "files": n, "nbytes": nbytes}
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `info` shows but the limits."""
+    from ggjit import __version__, cpu, kernel_cache, pull, threadpool
+
+    name, features = cpu.target()
+    threads, why = threadpool.threads_and_reason()
+    return {
+        "ggjit": __version__,
+        "python": platform.python_version(),
+        "packages": {package: package_version(package) for package in PACKAGES},
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": {"name": _cpu_name(), "level": cpu.cpu_level(), "llvm_name": name, "features": features.split(",")},
+        "threads": {"default": threads, "why": why, "cpus": os.cpu_count()},
+        "kernel_cache": _folder(kernel_cache.folder()) | {"limit": kernel_cache.LIMIT},
+        "models": _folder(pull.models_folder()),
+    }
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def _print(facts: dict[str, Any]) -> None:
+    cpu, threads, cache, models = (facts[key] for key in ("cpu", "threads", "kernel_cache", "models"))
+    features = [name.removeprefix("+") for name in cpu["features"] if name.startswith("+")]
+    rows = [
+        ("ggjit", f"{facts['ggjit']}, Python {facts['python']}, {facts['system']}"),
+        ("packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items())),
+        ("CPU", f"{cpu['name']} ({cpu['llvm_name']})"),
+        ("level", cpu["level"] + (" (GGJIT_CPU)" if os.environ.get("GGJIT_CPU") else "")),
+        ("features", " ".join(features)),
+        ("threads", f"{threads['default']}: {threads['why']}"),
+        ("kernel cache", f"{cache['path'] or 'none: no folder can be written'}, {cache['files']} kernels, {_mib(cache['nbytes'])} of {_mib(cache['limit'])}"),
+        ("models", f"{models['path']}, {models['files']} files, {_mib(models['nbytes'])}"),
+    ]
+    for name, value in rows:
+        print(f"{name:13} {value}")
+
+
+def _limits(text: str, as_json: bool) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from ggjit import limits, threadpool
+
+    most = threadpool.default_threads()
+    counts = [int(n) for n in text.split(",")] if text else sorted({1, most})
+    found = []
+    for n in counts:
+        if not as_json:
+            print(f"measuring with {n} thread{'s' * (n > 1)} ...", file=sys.stderr, end="\r")
+        found.append(limits.measure(n))
+        if not as_json:
+            one = found[-1]
+            print(
+                f"limits, {n:3}T   read {one.read:.1f} GB/s, copy {one.copy:.1f} GB/s ({_mib(one.buffer_nbytes)}), "
+                f"int8 {one.int8:.0f} GOP/s, f32 {one.f32:.0f} GFLOP/s"
+            )
+    return [asdict(one) for one in found]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found."""
+    facts = collect()
+    if not args.json:
+        _print(facts)
+    if args.limits:
+        facts["limits"] = _limits(args.threads, args.json)
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    return 0
