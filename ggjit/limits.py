@@ -37,9 +37,6 @@ DEFAULT_CACHE = 32 << 20  # where the system does not tell
 STEP = 512  # bytes a turn of the loops
 PAGE = 4096
 TURNS = 1 << 18  # of the chains in one step of a program: about 2 ms
-# Operations of one turn of the chains: chains, times operations of one instruction (pair).
-DOT_OPS = {"avx512": 24 * 128, "avx2": 12 * 64, "sse2": 10 * 16, "neon": 10 * 16}
-FMA_OPS = {"avx512": 24 * 32, "avx2": 12 * 16, "sse2": 10 * 8, "neon": 10 * 8}
 
 peak = lazy_module("ggjit.ops.lib.peak")
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -157,7 +154,8 @@ class Meter:
         if kind in ("read", "copy"):
             n = self.buffer_nbytes if kind == "read" else self.buffer_nbytes // 2
             return n // self.threads // STEP * STEP * self.threads
-        return {"int8": DOT_OPS, "f32": FMA_OPS}[kind][cpu_level()] * TURNS * self.threads
+        ops = peak.dot_ops if kind == "int8" else peak.fma_ops
+        return int(ops(cpu_level())) * TURNS * self.threads
 
     def turn(self, kind: str, seconds: float = 0.02) -> float:
         """One turn of at least `seconds`.
@@ -205,5 +203,3 @@ def measure(threads: int | None = None, what: Sequence[str] = KINDS, seconds: fl
     if unknown:
         raise ValueError(f"limits.measure: what must be among {', '.join(KINDS)}, got {', '.join(unknown)}")
     return Meter(threads).measure(what, seconds)
-
-

@@ -75,6 +75,7 @@ def _mib(nbytes: int) -> str:
 def _print(facts: dict[str, Any]) -> None:
     cpu, threads, cache, models = (facts[key] for key in ("cpu", "threads", "kernel_cache", "models"))
     features = [name.removeprefix("+") for name in cpu["features"] if name.startswith("+")]
+    kept = f"{cache['files']} kernels, {_mib(cache['nbytes'])} of {_mib(cache['limit'])}"
     rows = [
         ("ggjit", f"{facts['ggjit']}, Python {facts['python']}, {facts['system']}"),
         ("packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items())),
@@ -82,7 +83,7 @@ def _print(facts: dict[str, Any]) -> None:
         ("level", cpu["level"] + (" (GGJIT_CPU)" if os.environ.get("GGJIT_CPU") else "")),
         ("features", " ".join(features)),
         ("threads", f"{threads['default']}: {threads['why']}"),
-        ("kernel cache", f"{cache['path'] or 'none: no folder can be written'}, {cache['files']} kernels, {_mib(cache['nbytes'])} of {_mib(cache['limit'])}"),
+        ("kernel cache", f"{cache['path']}, {kept}" if cache["path"] else "none: no folder can be written"),
         ("models", f"{models['path']}, {models['files']} files, {_mib(models['nbytes'])}"),
     ]
     for name, value in rows:

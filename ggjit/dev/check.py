@@ -1,10 +1,10 @@
 """`python -m ggjit.dev check`: what CI runs on one Python and one CPU level, part by part.
 
-    format    ruff format --check
-    lint      ruff check
-    types     mypy, strict for the public API
-    tests     pytest
-    wheel     a wheel is built, installed in a new environment and used from another folder
+format    ruff format --check
+lint      ruff check
+types     mypy, strict for the public API
+tests     pytest
+wheel     a wheel is built, installed in a new environment and used from another folder
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ def _described(path: Path, threads: Sequence[int], model: Path | None) -> Iterat
     yield from reference_models.jobs(path, facts, file, threads)
 
 
-def run_paths(paths: Sequence[Path], threads: Sequence[int] = THREADS, model: Path | None = None, verbose: bool = False) -> Tally:
+def run_paths(
+    paths: Sequence[Path], threads: Sequence[int] = THREADS, model: Path | None = None, verbose: bool = False
+) -> Tally:
     """Run all cases under some paths; failing ones are printed.
 
     Args:
@@ -110,7 +112,9 @@ def _run(name: str, job: Callable[[], list[Difference]], tally: Tally) -> str:
         return "unsupported"
     except Exception as error:  # a case that raises has failed; the others go on
         where = traceback.extract_tb(error.__traceback__)[-1]
-        differences = [Difference(f"{type(error).__name__} ({Path(where.filename).name}:{where.lineno}): {error}", float("inf"), 0)]
+        differences = [
+            Difference(f"{type(error).__name__} ({Path(where.filename).name}:{where.lineno}): {error}", float("inf"), 0)
+        ]
     if not differences:
         tally.passed += 1
         return "passed"

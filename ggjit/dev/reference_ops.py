@@ -101,7 +101,11 @@ def _missing(node: Tensor) -> Unsupported:
 
 def _check_header(case: Case, node: Tensor) -> Iterator[Difference]:
     want = case.meta["dst"]
-    pairs = [("type", node.type, types.by_name(want["type"])), ("ne", list(node.ne), want["ne"]), ("nb", list(node.nb), want["nb"])]
+    pairs = [
+        ("type", node.type, types.by_name(want["type"])),
+        ("ne", list(node.ne), want["ne"]),
+        ("nb", list(node.nb), want["nb"]),
+    ]
     params = np.frombuffer(node.op_params, np.int32).tolist()
     for what, got, expected in [*pairs, ("op_params", params, case.meta["op_params"])]:
         if got != expected:
@@ -114,7 +118,11 @@ def _check_result(case: Case, node: Tensor, storages: Sequence[Array]) -> Iterat
     if alias and 0 not in node.ne:
         offset = node.data - storages[alias["storage"]].ctypes.data
         if offset != alias["offset"]:
-            yield Difference(f"the result must lie at byte {alias['offset']} of storage {alias['storage']}, not {offset}", float("inf"), 0)
+            yield Difference(
+                f"the result must lie at byte {alias['offset']} of storage {alias['storage']}, not {offset}",
+                float("inf"),
+                0,
+            )
             return
     want = case.arrays["dst"].copy()
     got = np.zeros_like(want) if 0 in node.ne else node.bytes().copy()
@@ -128,10 +136,15 @@ def _check_result(case: Case, node: Tensor, storages: Sequence[Array]) -> Iterat
         yield difference
     for k, storage in enumerate(case.meta["storages"]):
         kind = types.by_name(storage["type"])
-        nb = [kind.type_size, *np.multiply.accumulate([types.row_size(kind, storage["ne"][0]), *storage["ne"][1:3]]).tolist()]
+        nb = [
+            kind.type_size,
+            *np.multiply.accumulate([types.row_size(kind, storage["ne"][0]), *storage["ne"][1:3]]).tolist(),
+        ]
         layout = {"type": storage["type"], "ne": storage["ne"], "nb": nb}
         after = case.arrays.get(f"s{k}_after", case.arrays[f"s{k}"])
-        difference = compare(case, f"storage {k} afterwards", elements(storages[k], layout), elements(after, layout), kind)
+        difference = compare(
+            case, f"storage {k} afterwards", elements(storages[k], layout), elements(after, layout), kind
+        )
         if difference:
             yield difference
 
@@ -196,7 +209,13 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
         found += _equal("dequantize", _values(arrays["q"], kind), [arrays["y"]], types.F32, True)
     for n_threads in threads:
         if "y" in arrays:
-            found += _equal(f"{n_threads} threads: get_rows", _decode_by_graph(arrays["q"], kind, n_threads), [arrays["y"]], types.F32, True)
+            found += _equal(
+                f"{n_threads} threads: get_rows",
+                _decode_by_graph(arrays["q"], kind, n_threads),
+                [arrays["y"]],
+                types.F32,
+                True,
+            )
         if case.meta["kind"] == "quantize" and not case.meta["imatrix"]:
             made = _encode_by_graph(arrays["x"], kind, n_threads)
             if made is not None:

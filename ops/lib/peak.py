@@ -15,9 +15,18 @@ from llvmlite.binding import get_process_triple
 from ggjit.ops.lib.emit import I16, I32, emitted, vector
 
 STEP = 512  # bytes a turn of the read and copy loops
-CHAINS = {"avx512": 24, "avx2": 12, "sse2": 10}  # as many as leave registers for the operands
-DOT_OPS = {"avx512": 128, "avx2": 64, "sse2": 16}  # of one chain in one turn: a product and a sum count as two
-FMA_OPS = {"avx512": 32, "avx2": 16, "sse2": 8}
+CHAINS = {"avx512": 24, "avx2": 12}  # as many as leave registers for the operands
+CHAINS_PORTABLE = 10
+
+
+def dot_ops(level):
+    """Operations of one turn of `dot_chains`: a product and a sum count as two."""
+    return CHAINS.get(level, CHAINS_PORTABLE) * {"avx512": 128, "avx2": 64}.get(level, 16)
+
+
+def fma_ops(level):
+    """Operations of one turn of `fma_chains`."""
+    return CHAINS.get(level, CHAINS_PORTABLE) * {"avx512": 32, "avx2": 16}.get(level, 8)
 
 
 def _hidden(e, value):
@@ -66,30 +75,28 @@ def copy_bytes(e, p, n, out):
 def dot_chains(e, p, n, out):
     """n turns of CHAINS dot products of 8-bit operands at p and p + 64 (below 128, so that no level saturates)."""
     zero = e.zero_i32()[0]
-    if e.level == "sse2":
+    if e.level not in CHAINS:
         x, y = (e.load(p, offset, vector(I16, 8)) for offset in (0, 64))
     else:
         x, y = e.load_bytes(p)[0], e.load_bytes(p, 64)[0]
 
     def body(i, x, *sums):
-        out = []
+        new = []
         for s in sums:
             if e.level != "avx512":
                 x = _hidden(e, x)
-            out.append(e.b.add(s, _pair_sums(e, x, y)) if e.level == "sse2" else e.dot4([s], [x], [y])[0])
-        return [x, *out]
+            new.append(e.dot4([s], [x], [y])[0] if e.level in CHAINS else e.b.add(s, _pair_sums(e, x, y)))
+        return [x, *new]
 
-    _store_all(e, out, e.loop(n, [x, *[zero] * CHAINS[e.level]], body)[1:])
+    _store_all(e, out, e.loop(n, [x, *[zero] * CHAINS.get(e.level, CHAINS_PORTABLE)], body)[1:])
 
 
 def _pair_sums(e, x, y):
-    """Sums of the products of i16 pairs: pmaddwd on x86."""
-    products = []
-    for odd in (0, 1):
-        index = ir.Constant(vector(I32, 4), [odd, odd + 2, odd + 4, odd + 6])
-        a, b = (e.b.sext(e.b.shuffle_vector(v, v, index), vector(I32, 4)) for v in (x, y))
-        products.append(e.b.mul(a, b))
-    return e.b.add(*products)
+    """Sums of the products of i16 pairs, in the form that LLVM makes pmaddwd of on x86."""
+    wide = vector(I32, 8)
+    products = e.b.mul(e.b.sext(x, wide), e.b.sext(y, wide))
+    index = (ir.Constant(vector(I32, 4), [odd, odd + 2, odd + 4, odd + 6]) for odd in (0, 1))
+    return e.b.add(*(e.b.shuffle_vector(products, products, i) for i in index))
 
 
 @emitted("p n out")
@@ -99,11 +106,11 @@ def fma_chains(e, p, n, out):
     x, y = e.load_f32(p)[0], e.load_f32(p, 64)[0]
 
     def body(i, x, *sums):
-        out = []
+        new = []
         for s in sums:
-            if e.level == "sse2":
+            if e.level not in CHAINS:
                 x = _hidden(e, x)
-            out.append(e.fma([x], [y], [s])[0])
-        return [x, *out]
+            new.append(e.fma([x], [y], [s])[0])
+        return [x, *new]
 
-    _store_all(e, out, e.loop(n, [x, *[zero] * CHAINS[e.level]], body)[1:])
+    _store_all(e, out, e.loop(n, [x, *[zero] * CHAINS.get(e.level, CHAINS_PORTABLE)], body)[1:])

@@ -1,0 +1,127 @@
+"""The frame of the command line: help, errors, exit statuses; `info`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from ggjit import cli
+from ggjit.errors import GgufError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A command `boom` that raises what it is given."""
+
+    def make(error):
+        def run(args):
+            print("before")
+            raise error
+
+        module = types.SimpleNamespace(add_arguments=lambda parser: parser.add_argument("--n"), run=run)
+        monkeypatch.setitem(sys.modules, "ggjit.cli.boom", module)
+        monkeypatch.setitem(cli.COMMANDS, "boom", "raise")
+
+    return make
+
+
+def test_help_names_every_command_and_imports_no_numpy():
+    code = (
+        "import sys, ggjit.cli as cli
+"
+        "try: cli.main(['--help'])
+"
+        "except SystemExit: pass
+"
+        "print([m for m in ('numba', 'llvmlite', 'ggjit.jit') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    for name in cli.COMMANDS:
+        assert f"  {name} " in done.stdout
+
+
+def test_no_command_prints_help(capsys):
+    assert cli.main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    from ggjit import __version__
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ggjit {__version__}\n"
+
+
+def test_unknown_command():
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["nonsense"])
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("run: n must be positive,\n got -1"), "run: n must be positive, got -1"),
+        (GgufError("a.gguf", 4, "version must be 2 or 3, got 9"), "a.gguf, byte 4: version must be 2 or 3, got 9"),
+        (FileNotFoundError(2, "No such file or directory", "x.gguf"), "x.gguf: No such file or directory"),
+        (NotImplementedError("no kernel"), "no kernel"),
+        (MemoryError(), "MemoryError"),
+        (
+            ModuleNotFoundError("no", name="tokenizers.models"),
+            "boom needs the package tokenizers.models: pip install 'ggjit[llm]'",
+        ),
+    ],
+)
+def test_errors_are_one_line(command, capsys, error, line):
+    command(error)
+    assert cli.main(["boom"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "before\n" and err == f"ggjit: error: {line}\n"
+
+
+def test_debug_shows_the_traceback(command, monkeypatch):
+    command(ValueError("x"))
+    monkeypatch.setenv("GGJIT_DEBUG", "1")
+    with pytest.raises(ValueError, match="x"):
+        cli.main(["boom"])
+
+
+@pytest.mark.parametrize("error", [TypeError("a bug"), ModuleNotFoundError("no", name="nonsense")])
+def test_bugs_are_not_hidden(command, error):
+    command(error)
+    with pytest.raises(type(error)):
+        cli.main(["boom"])
+
+
+def test_interrupt(command, capsys):
+    command(KeyboardInterrupt())
+    assert cli.main(["boom"]) == 130
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m ggjit info --json | head -c 1", shell=True, capture_output=True, text=True
+    )
+    assert done.stdout == "{" and "Traceback" not in done.stderr
+
+
+def test_info():
+    done = subprocess.run([sys.executable, "-m", "ggjit", "info"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in ("numba", "level", "threads", "kernel cache", "models"):
+        assert word in done.stdout
+
+
+def test_info_json(tmp_path, monkeypatch):
+    (tmp_path / "x.o").write_bytes(bytes(100))
+    monkeypatch.setenv("GGJIT_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-m", "ggjit", "info", "--json"], capture_output=True, text=True)
+    facts = json.loads(done.stdout)
+    assert facts["kernel_cache"]["path"] == str(tmp_path) and facts["kernel_cache"]["nbytes"] == 100
+    assert facts["threads"]["default"] >= 1 and facts["threads"]["why"]
+    assert facts["cpu"]["level"] in ("avx512", "avx2", "sse2", "neon")

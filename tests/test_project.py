@@ -1,0 +1,114 @@
+"""The project itself: packaging, what importing costs, what README promises."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ggjit as gg
+from ggjit.dev import check
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = (ROOT / "README.md").read_text()
+
+
+def python(code: str, **keywords) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "tests", **keywords)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_packages_are_listed():
+    found = set()
+    for package, folder in (("ggjit", ROOT / "ggjit"), ("ggjit.ops", ROOT / "ops")):
+        for path in folder.rglob("__init__.py"):
+            inner = path.parent.relative_to(folder).parts
+            if package == "ggjit" and inner[:1] == ("ops",):
+                continue
+            found.add(".".join([package, *inner]))
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+def test_folders_of_modules_are_packages():
+    for folder in (ROOT / "ggjit", ROOT / "ops"):
+        for path in folder.rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), path
+
+
+def test_ops_is_a_link():
+    link = ROOT / "ggjit" / "ops"
+    assert link.is_symlink() and link.readlink() == Path("../ops")
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-s", "ggjit/ops"], capture_output=True, text=True, cwd=ROOT)
+        assert listed.returncode != 0 or listed.stdout.startswith("120000"), listed.stdout
+
+
+def test_numba_is_pinned_to_tested_minors():
+    import llvmlite
+    import numba
+
+    pins = {line.split(">=")[0]: line for line in PYPROJECT["project"]["dependencies"]}
+    for module in (numba, llvmlite):
+        major, minor = module.__version__.split(".")[:2]
+        assert pins[module.__name__] == f"{module.__name__}>={major}.{minor},<{major}.{int(minor) + 1}"
+
+
+@pytest.mark.parametrize("name", ["ggjit", "ggjit.ops", "ggjit.cli", "ggjit.gguf", "ggjit.lower"])
+def test_importing_does_not_import_numba(name):
+    assert python(f"import sys, {name}; print('numba' in sys.modules)").split() == ["False"]
+
+
+def test_version_is_said_once():
+    assert PYPROJECT["project"]["version"] == gg.__version__
+
+
+def test_public_names_have_docstrings():
+    for name in gg.__all__:
+        if name in gg._LAZY:
+            continue
+        value = getattr(gg, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+
+
+def command(marker: str) -> str:
+    (text,) = re.findall(rf"<!-- {marker} -->\n```sh\n(.*)\n```", README)
+    return text
+
+
+def test_readme_commands_set_up_an_environment():
+    for marker, last in (("run", "ggjit run "), ("tests", "python -m pytest -q")):
+        make, activate, install, run = command(marker).split(" && ")
+        assert make == "python3 -m venv .venv" and activate == ". .venv/bin/activate"
+        extra = re.fullmatch(r"pip install -q -e '\.\[(\w+)\]'", install)
+        assert extra and extra[1] in PYPROJECT["project"]["optional-dependencies"]
+        assert run.startswith(last)
+
+
+def test_readme_graph_example():
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "gg.Context" in block)
+    assert python(code).split("\n")[0] == re.search(r"print\(y\.numpy\(\)\) +# (.*)", code)[1]
+
+
+def test_wheel_check_finds_missing_files(tmp_path):
+    import zipfile
+
+    wheel = tmp_path / "ggjit-0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("ggjit/__init__.py", "")
+    missing = check._missing(wheel)
+    assert "ggjit/tensor.py" in missing and "ggjit/ops/lib/emit.py" in missing and "ggjit/__init__.py" not in missing
+
+
+def test_check_refuses_unknown_parts():
+    done = subprocess.run(
+        [sys.executable, "-m", "ggjit.dev", "check", "lint", "nonsense"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "nonsense" in done.stderr
