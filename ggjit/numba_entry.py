@@ -38,6 +38,8 @@ from numba.core.compiler_lock import global_compiler_lock  # noqa: E402
 from numba.core.typing.templates import make_intrinsic_template  # noqa: E402
 from numba.np.arrayobj import make_array, populate_array  # noqa: E402
 
+from ggjit.ops.lib import vector_type  # noqa: E402, F401  (registers the operators before anything is typed)
+
 U8, I64_ARRAY, I32_ARRAY = (types.Array(t, 1, "C") for t in (types.uint8, types.int64, types.int32))
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 RECORD_SIZE, NE_AT, NB_AT, PARAMS_AT, SRC_AT, DATA_AT = 336, 16, 48, 84, 152, 248  # offsets in a tensor's record
