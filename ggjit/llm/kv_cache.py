@@ -1,0 +1,93 @@
+"""The KV cache: keys and values of every layer, and which token each of its cells holds.
+
+A cell is one row of every layer's K and V tensor. Tokens take the first free cells in rising order, so a sequence that
+grows from nothing lies at cells 0, 1, 2, ... however it was split into batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggjit.backend import alloc_ctx_tensors, host_buffer_type
+from ggjit.context import Context, tensor_overhead
+from ggjit.tensor import Tensor, new_tensor
+from ggjit.types import Type
+
+PAD = 256  # graphs see the cache's first PAD * 2^k cells
+
+
+class KVCache:
+    """Keys and values of `n_cells` tokens.
+
+    Args:
+        n_cells: most tokens held at a time.
+        type: of keys and values, F32 or F16.
+        k_rows: for each layer the number of key values of a token (head_dim * n_head_kv).
+        v_rows: the same for values.
+
+    Attributes:
+        k: for each layer [n_embd_k, n_cells].
+        v: for each layer [n_embd_v, n_cells].
+        pos: position of each cell's token, -1 if the cell is free.
+        seq: sequence of each cell's token, -1 if the cell is free.
+    """
+
+    def __init__(self, n_cells: int, type: Type, k_rows: Sequence[int], v_rows: Sequence[int]) -> None:
+        self.n_cells = n_cells
+        self.type = type
+        self.context = Context(2 * len(k_rows) * tensor_overhead(), no_alloc=True)
+        with self.context:
+            self.k = [new_tensor(type, n, n_cells, name=f"cache_k_l{il}") for il, n in enumerate(k_rows)]
+            self.v = [new_tensor(type, n, n_cells, name=f"cache_v_l{il}") for il, n in enumerate(v_rows)]
+        self.buffer = alloc_ctx_tensors(self.context, host_buffer_type())
+        self.pos = np.full(n_cells, -1, np.int32)
+        self.seq = np.full(n_cells, -1, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.buffer.size
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use."""
+        return int(np.count_nonzero(self.pos >= 0))
+
+    def find_cells(self, n: int) -> NDArray[np.int64]:
+        """The first `n` free cells.
+
+        Raises:
+            ValueError: fewer are free.
+        """
+        free = np.flatnonzero(self.pos < 0)[:n]
+        if len(free) < n:
+            raise ValueError(f"decode: tokens must fit the context of {self.n_cells}, got {n} with {len(free)} free")
+        return free
+
+    def window(self, cells: NDArray[np.int64]) -> int:
+        """How many cells a graph must see: all in use and `cells`, rounded up so that few graphs serve all lengths."""
+        last = max(int(cells.max(initial=-1)), int(np.flatnonzero(self.pos >= 0).max(initial=-1))) + 1
+        n = min(PAD, self.n_cells)
+        while n < last:
+            n *= 2
+        return min(n, self.n_cells)
+
+    def take(self, cells: NDArray[np.int64], pos: NDArray[np.int32], seq: NDArray[np.int32]) -> None:
+        """Note that `cells` hold tokens at `pos` of `seq`."""
+        self.pos[cells], self.seq[cells] = pos, seq
+
+    def remove(self, seq: int, first: int = 0) -> None:
+        """Free the cells of a sequence from position `first` on."""
+        gone = (self.seq == seq) & (self.pos >= first)
+        self.pos[gone] = self.seq[gone] = -1
+
+    def clear(self) -> None:
+        """Free all cells."""
+        self.pos[:] = self.seq[:] = -1
+
+    def tensors(self, il: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer."""
+        return self.k[il], self.v[il]

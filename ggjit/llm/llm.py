@@ -1,0 +1,311 @@
+"""LLM: a model, its tokenizer and one conversation, in a few lines.
+
+    with gg.LLM("model.gguf") as llm:
+        for piece in llm.generate("The capital of France is", max_tokens=16, temperature=0):
+            print(piece, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggjit import types
+from ggjit.llm.batch import Batch
+from ggjit.llm.context import N_UBATCH, DecodeContext
+from ggjit.llm.model import Model
+from ggjit.llm.sampling import Sampler
+
+if TYPE_CHECKING:
+    from ggjit.llm.tokenizer import Tokenizer
+    from ggjit.tensor import Tensor
+
+MAX_DEFAULT_CTX = 4096
+Message = Mapping[str, str]
+
+
+class LLM:
+    """A language model ready to generate.
+
+    Calls from several threads take turns; a generator that another call interrupts ends with an error.
+
+    Args:
+        path: GGUF file.
+        n_ctx: tokens of context, by default the smaller of the model's and 4096.
+        n_threads: by default as many as the process may use.
+        kv_type: of the KV cache, "f16" or "f32".
+        n_ubatch: most tokens computed together.
+        repack: pack weights into panels at load; without it kernels read the mapped file.
+        progress: show progress bars, if stderr is a terminal.
+
+    Raises:
+        GgufError: the file is not sound.
+        NotImplementedError: no code for its architecture or tokenizer is there.
+        ValueError: a parameter is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_ctx: int | None = None,
+        n_threads: int | None = None,
+        kv_type: str = "f16",
+        n_ubatch: int = N_UBATCH,
+        repack: bool = True,
+        progress: bool = True,
+    ) -> None:
+        from ggjit.threadpool import default_threads
+
+        cache_type = types.by_name(kv_type)
+        n = default_threads() if n_threads is None else n_threads
+        self.model = Model(path, n_threads=n, repack=repack, progress=progress)
+        n_ctx = min(self.model.hparams.n_ctx_train, MAX_DEFAULT_CTX) if n_ctx is None else n_ctx
+        self.context = DecodeContext(self.model, n_ctx, n, cache_type, n_ubatch)
+        self._tokenizer: Tokenizer | None = None
+        self._ids: list[int] = []  # what the cache holds
+        self._lock = threading.RLock()
+        self._turn = 0  # counts calls that change the cache, so that an interrupted generator notices
+        self._closed = False
+
+    # -- text --------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, made at its first use."""
+        with self._lock:
+            if self._tokenizer is None:
+                from ggjit.llm.tokenizer import Tokenizer
+
+                self._tokenizer = Tokenizer.from_gguf(self.model.file)
+            return self._tokenizer
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Ids of a text."""
+        return self.tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of ids; special tokens are shown if `special`."""
+        return self.tokenizer.detokenize(ids, unparse_special=special)
+
+    # -- numbers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of context."""
+        return self.context.n_ctx
+
+    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after each token of a sequence: f32 [n, n_vocab].
+
+        Raises:
+            ValueError: an id is out of range, or the sequence is longer than the context.
+        """
+        with self._lock:
+            self._begin([])
+            result = self.context.decode(Batch.of(ids, outputs="all"))
+            self._ids = list(ids)
+            return result
+
+    def trace(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Intermediate tensors of a sequence by their names in the graph (`Qcur-0`, `l_out-1` ...).
+
+        Args:
+            ids: at most one ubatch of tokens.
+            names: of nodes.
+
+        Returns:
+            Copies of shape ne[::-1]; of several nodes of one name the last.
+
+        Raises:
+            KeyError: the graph has no node of a name.
+        """
+        wanted, found = set(names), {}
+
+        def look(node: Tensor) -> bool:
+            if node.name in wanted:
+                found[node.name] = node.numpy().copy()
+            return True
+
+        with self._lock:
+            self._begin([])
+            self.context.decode(Batch.of(ids, outputs="all"), look)
+            self._ids = list(ids)
+        missing = wanted - set(found)
+        if missing:
+            raise KeyError(f"trace: the graph must hold nodes of these names, got {sorted(missing)}")
+        return found
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """Generate text, piece by piece.
+
+        What the prompt shares with the tokens of the call before is not computed again.
+
+        Args:
+            prompt: text, or ids.
+            max_tokens: most tokens to generate, by default until the context is full.
+            stop: texts at which to stop; they are not part of the result.
+            temperature: see `Sampler`.
+            top_k: see `Sampler`.
+            top_p: see `Sampler`.
+            min_p: see `Sampler`.
+            seed: see `Sampler`.
+
+        Returns:
+            An iterator of pieces of text. It ends at an end token, a stop text, `max_tokens` or the context's end.
+
+        Raises:
+            ValueError: the prompt is empty or longer than the context.
+            RuntimeError: another call used the model in between.
+        """
+        sampler = Sampler(temperature, top_k, top_p, min_p, seed)
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_prompt(ids)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        return self._pieces(self.tokens(ids, max_tokens, sampler), stops)
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError("generate: the prompt must have at least one token, got none")
+        if len(ids) > self.n_ctx:
+            raise ValueError(f"generate: the prompt must fit the context of {self.n_ctx} tokens, got {len(ids)}")
+
+    def tokens(self, ids: Sequence[int], max_tokens: int | None, sampler: Sampler) -> Iterator[int]:
+        """Generate ids; an end token ends the iterator and is not part of it."""
+        eog = self.tokenizer.eog
+        for token in self.raw_tokens(ids, max_tokens, sampler):
+            if token in eog:
+                return
+            yield token
+
+    def raw_tokens(self, ids: Sequence[int], max_tokens: int | None, sampler: Sampler) -> Iterator[int]:
+        """Generate ids, end tokens too."""
+        room = self.n_ctx - len(ids) + 1
+        count = room if max_tokens is None else min(max_tokens, room)
+        if count <= 0:
+            return
+        with self._lock:
+            turn = self._begin(ids[:-1])
+            logits = self._append(ids[len(self._ids) :])
+        for i in range(count):
+            token = sampler(logits)
+            yield token
+            if i + 1 == count:
+                return
+            with self._lock:
+                if turn != self._turn:
+                    raise RuntimeError("generate: the model must not be used by another call in between, got one")
+                logits = self._append([token])
+
+    def _begin(self, prefix: Sequence[int]) -> int:
+        """Keep of the cache what it shares with `prefix`, and mark the start of a call that changes it."""
+        if self._closed:
+            raise ValueError("LLM: the model must be open, got a closed one")
+        same = 0
+        for a, b in zip(self._ids, prefix, strict=False):
+            if a != b:
+                break
+            same += 1
+        self.context.cache.remove(0, same)
+        del self._ids[same:]
+        self._turn += 1
+        return self._turn
+
+    def _append(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Decode more tokens of the sequence; the logits of the last."""
+        first = len(self._ids)
+        try:
+            logits = self.context.decode(Batch.of(ids, first))
+        except BaseException:
+            self.context.cache.remove(0, first)
+            raise
+        self._ids += ids
+        result: NDArray[np.float32] = logits[-1]
+        return result
+
+    def _pieces(self, tokens: Iterator[int], stops: Sequence[str]) -> Iterator[str]:
+        from ggjit.llm.tokenizer import StreamDecoder
+
+        decoder, held = StreamDecoder(self.tokenizer), ""
+        for token in tokens:
+            held += decoder.push(token)
+            cut = min((i for i in (held.find(s) for s in stops) if i >= 0), default=-1)
+            if cut >= 0:
+                if cut:
+                    yield held[:cut]
+                return
+            keep = max((_overlap(held, s) for s in stops), default=0)
+            ready = held[: len(held) - keep]
+            if ready:
+                yield ready
+            held = held[len(held) - keep :]
+        held += decoder.flush()
+        if held:
+            yield held
+
+    def chat(self, messages: Sequence[Message], max_tokens: int | None = None, **sampling: Any) -> Iterator[str]:
+        """Generate the assistant's reply to a conversation; only what is new is computed.
+
+        Args:
+            messages: mappings with `role` and `content`.
+            max_tokens: most tokens to generate.
+            sampling: see `generate`.
+
+        Returns:
+            An iterator of pieces of text.
+
+        Raises:
+            ValueError: the model has no chat template, or the conversation is longer than the context.
+        """
+        ids = self.tokenize(self.render_chat(messages), add_special=False)
+        return self.generate(ids, max_tokens, **sampling)
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """A conversation as the text that the model's chat template makes of it."""
+        from ggjit.llm.chat import render
+
+        return render(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give weights, cache and graphs back. Further calls raise."""
+        with self._lock:
+            self._closed = True
+            self._turn += 1
+            self._ids = []
+            self.context.close()
+            self.model.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self.model!r}, {len(self._ids)} of {self.n_ctx} tokens in the cache)"
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)

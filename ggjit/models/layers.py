@@ -1,0 +1,109 @@
+"""Blocks that architectures share. Shapes are in ggml order; n is the number of tokens of the ubatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ggjit import ops
+from ggjit.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggjit.llm.context import DecodeGraph
+    from ggjit.llm.hparams import Hparams
+
+NORMAL, NEOX = 0, 2  # rope modes: pairs of neighbours, or of the first and second half
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Parameters of the rotary positions of a model.
+
+    Attributes:
+        n_dims: elements of a head that rotate.
+        mode: NORMAL or NEOX.
+        n_ctx_orig: context length before scaling.
+        freq_base: base of the frequencies.
+        freq_scale: factor on positions, 1 / the scaling factor.
+        ext_factor: 1 for YaRN, else 0.
+        attn_factor: factor on the result.
+    """
+
+    n_dims: int
+    mode: int
+    n_ctx_orig: int
+    freq_base: float
+    freq_scale: float
+    ext_factor: float
+    attn_factor: float
+
+    @classmethod
+    def from_hparams(cls, hp: Hparams, mode: int = NORMAL) -> Rope:
+        """Read them from metadata.
+
+        Raises:
+            GgufError: the scaling type is unknown or its factor is not positive.
+        """
+        kind = hp.get("rope.scaling.type", "linear" if "rope.scaling.factor" in hp or "rope.scale_linear" in hp else "none")
+        if kind not in ("none", "linear", "yarn"):
+            raise hp.fail("rope.scaling.type", f"must be none, linear or yarn, got {kind!r}")
+        factor = hp.float("rope.scaling.factor", hp.float("rope.scale_linear", 1.0))
+        if factor < 0:
+            raise hp.fail("rope.scaling.factor", f"must be positive, got {factor}")
+        return cls(
+            n_dims=hp.n_rot,
+            mode=mode,
+            n_ctx_orig=hp.int("rope.scaling.original_context_length", hp.n_ctx_train),
+            freq_base=hp.float("rope.freq_base", 10000.0),
+            freq_scale=1.0 / factor if factor and kind != "none" else 1.0,
+            ext_factor=1.0 if kind == "yarn" else 0.0,
+            attn_factor=hp.float("rope.scaling.attn_factor", 1.0),
+        )
+
+    def apply(self, x: Tensor, pos: Tensor, factors: Tensor | None = None) -> Tensor:
+        """Rotate heads by their tokens' positions: f32 [head_dim, n_head, n]."""
+        return ops.rope_ext(
+            x, pos, factors, self.n_dims, self.mode, self.n_ctx_orig, self.freq_base, self.freq_scale, self.ext_factor,
+            self.attn_factor, 32.0, 1.0,
+        )  # fmt: skip
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise rows by their root mean square and scale by a weight, f32 [n_embd, n]."""
+    return ops.mul(ops.rms_norm(x, eps), weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """W x + b: [n_in, n] -> [n_out, n]."""
+    y = ops.mul_mat(weight, x)
+    return y if bias is None else ops.add(y, bias)
+
+
+def heads(x: Tensor, head_dim: int, n_head: int, first: int = 0) -> Tensor:
+    """Heads of a projection as a view: [n_out, n] -> [head_dim, n_head, n], from element `first` of each row."""
+    esz = x.type.type_size
+    return ops.view_3d(x, head_dim, n_head, x.ne[1], head_dim * esz, x.nb[1], first * esz)
+
+
+def attention(g: DecodeGraph, q: Tensor, k: Tensor, v: Tensor, il: int, scale: float) -> Tensor:
+    """Write keys and values to the cache, attend over it, and join the heads.
+
+    Args:
+        g: the graph.
+        q: f32 [head_dim, n_head, n].
+        k: f32 [head_dim, n_head_kv, n].
+        v: f32 [head_dim_v, n_head_kv, n].
+        il: layer.
+        scale: of the scores.
+
+    Returns:
+        f32 [head_dim_v * n_head, n].
+    """
+    k_cache, v_cache = g.store_kv(il, k, v)
+    out = ops.flash_attn_ext(ops.permute(q, 0, 2, 1, 3), k_cache, v_cache, g.mask, scale)  # [head_dim_v, n_head, n]
+    return ops.reshape_2d(out, out.ne[0] * out.ne[1], out.ne[2])
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Feed-forward block: down (silu(gate x) * up x)."""
+    return ops.mul_mat(down, ops.swiglu_split(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
