@@ -175,8 +175,9 @@ class Kernel(Compiled):
 
     kind = "kernel"
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], counter: bool = False) -> None:
         super().__init__(function)
+        self.uses_counter = counter
         names = list(inspect.signature(function).parameters)
         self.n_src = (len(names) - 7) // 3
         tensors = ["dst", *(f"src{i}" for i in range(self.n_src))]
@@ -271,9 +272,16 @@ def intrinsic(function: Callable[..., Any]) -> Intrinsic:
     return Intrinsic(function)
 
 
-def kernel(function: Callable[..., Any]) -> Kernel:
-    """Make a kernel of a function with the fixed signature (see Kernel)."""
-    return Kernel(function)
+@overload
+def kernel(function: Callable[..., Any]) -> Kernel: ...
+@overload
+def kernel(*, counter: bool) -> Callable[[Callable[..., Any]], Kernel]: ...
+def kernel(function: Callable[..., Any] | None = None, *, counter: bool = False) -> Any:
+    """Make a kernel of a function with the fixed signature (see Kernel).
+
+    `@kernel(counter=True)` for one that shares work by the chunk counter in work[0:8], which must be 0 when it begins.
+    """
+    return Kernel(function, counter) if function is not None else lambda f: Kernel(f, counter)
 
 
 def words(function: Callable[..., Any]) -> Words:
