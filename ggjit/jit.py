@@ -22,6 +22,7 @@ import importlib.util
 import inspect
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
@@ -350,6 +351,7 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
             if code is not None:
                 objects[entry] = code
         fresh = [c for entry, c in missing.items() if entry not in objects]
+        start = time.perf_counter()
         progress = _Progress(len(fresh))
         try:
             for c in fresh:
@@ -357,6 +359,7 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
                 progress.step(c.name)
         finally:
             progress.close()
+            _seconds.append(time.perf_counter() - start)
         if fresh:
             kernel_cache.trim()
         if objects:
@@ -367,6 +370,12 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
     return [c._address for c in every]
 
 
+def compile_seconds() -> float:
+    """Seconds spent compiling in this process so far."""
+    return sum(_seconds)
+
+
+_seconds: list[float] = []
 _linked: dict[str, int] = {}  # key -> address: the same kernel made twice is linked once
 
 

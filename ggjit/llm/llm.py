@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class LLM:
             ValueError: an id is out of range, or the sequence is longer than the context.
         """
         with self._lock:
-            self._begin([])
+            self._begin(())
             result = self.context.decode(Batch.of(ids, outputs="all"))
             self._ids = list(ids)
             return result
@@ -134,7 +134,7 @@ class LLM:
             return True
 
         with self._lock:
-            self._begin([])
+            self._begin(())
             self.context.decode(Batch.of(ids, outputs="all"), look)
             self._ids = list(ids)
         missing = wanted - set(found)
@@ -155,6 +155,7 @@ class LLM:
         top_p: float = 0.95,
         min_p: float = 0.05,
         seed: int | None = None,
+        on_token: Callable[[int], Any] | None = None,
     ) -> Iterator[str]:
         """Generate text, piece by piece.
 
@@ -169,6 +170,7 @@ class LLM:
             top_p: see `Sampler`.
             min_p: see `Sampler`.
             seed: see `Sampler`.
+            on_token: called with each generated id, end tokens too, as soon as it is known.
 
         Returns:
             An iterator of pieces of text. It ends at an end token, a stop text, `max_tokens` or the context's end.
@@ -181,7 +183,7 @@ class LLM:
         ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(ids)
         stops = [stop] if isinstance(stop, str) else list(stop)
-        return self._pieces(self.tokens(ids, max_tokens, sampler), stops)
+        return self._pieces(self.tokens(ids, max_tokens, sampler, on_token), stops)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -189,10 +191,23 @@ class LLM:
         if len(ids) > self.n_ctx:
             raise ValueError(f"generate: the prompt must fit the context of {self.n_ctx} tokens, got {len(ids)}")
 
-    def tokens(self, ids: Sequence[int], max_tokens: int | None, sampler: Sampler) -> Iterator[int]:
+    def n_shared(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens of a prompt are in the cache already and will not be computed again."""
+        return next((i for i, (a, b) in enumerate(zip(self._ids, ids[:-1], strict=False)) if a != b),
+                    max(0, min(len(self._ids), len(ids) - 1)))  # fmt: skip
+
+    def tokens(
+        self,
+        ids: Sequence[int],
+        max_tokens: int | None,
+        sampler: Sampler,
+        on_token: Callable[[int], Any] | None = None,
+    ) -> Iterator[int]:
         """Generate ids; an end token ends the iterator and is not part of it."""
         eog = self.tokenizer.eog
         for token in self.raw_tokens(ids, max_tokens, sampler):
+            if on_token is not None:
+                on_token(token)
             if token in eog:
                 return
             yield token
@@ -204,7 +219,7 @@ class LLM:
         if count <= 0:
             return
         with self._lock:
-            turn = self._begin(ids[:-1])
+            turn = self._begin(ids)
             logits = self._append(ids[len(self._ids) :])
         for i in range(count):
             token = sampler(logits)
@@ -216,15 +231,11 @@ class LLM:
                     raise RuntimeError("generate: the model must not be used by another call in between, got one")
                 logits = self._append([token])
 
-    def _begin(self, prefix: Sequence[int]) -> int:
-        """Keep of the cache what it shares with `prefix`, and mark the start of a call that changes it."""
+    def _begin(self, ids: Sequence[int]) -> int:
+        """Keep of the cache what it shares with `ids`, and mark the start of a call that changes it."""
         if self._closed:
             raise ValueError("LLM: the model must be open, got a closed one")
-        same = 0
-        for a, b in zip(self._ids, prefix, strict=False):
-            if a != b:
-                break
-            same += 1
+        same = self.n_shared(ids)
         self.context.cache.remove(0, same)
         del self._ids[same:]
         self._turn += 1
@@ -284,6 +295,12 @@ class LLM:
         from ggjit.llm.chat import render
 
         return render(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+
+    def warmup(self) -> None:
+        """Build the graphs of one token and of a full ubatch, which compiles the kernels that the model needs."""
+        with self._lock:
+            for n in {1, min(self.context.n_ubatch, self.n_ctx)}:
+                self.context.graph(n, self.context.cache.window(np.arange(n)), 1)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

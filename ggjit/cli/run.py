@@ -1,0 +1,154 @@
+"""`ggjit run MODEL -p PROMPT`: generate text, or chat.
+
+Text goes to stdout as it comes, timings to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ggjit.llm import LLM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `run`."""
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or a name that `ggjit pull` knows")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("-p", "--prompt", help="the prompt")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("-n", "--n-predict", type=int, default=None, metavar="N", help="most tokens to generate")
+    parser.add_argument("-c", "--ctx", type=int, default=None, metavar="CTX", help="context (default: min(model, 4096))")
+    parser.add_argument("-b", "--batch", type=int, default=512, metavar="BATCH", help="tokens computed together (512)")
+    parser.add_argument("-t", "--threads", type=int, default=None, metavar="T", help="default: as `ggjit info` says")
+    parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
+    parser.add_argument("--temp", type=float, default=0.8, help="temperature; 0 takes the best token (0.8)")
+    parser.add_argument("--top-k", type=int, default=40, help="keep the K best tokens; 0 keeps all (40)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="keep the best tokens up to this probability (0.95)")
+    parser.add_argument("--min-p", type=float, default=0.05, help="drop tokens below this share of the best's (0.05)")
+    parser.add_argument("--seed", type=int, default=None, help="of the random numbers")
+    parser.add_argument("--chat", action="store_true", help="use the chat template; without -p read turns from the terminal")
+    parser.add_argument("--system", default=None, metavar="TEXT", help="system message (with --chat)")
+    parser.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print; returns the exit status."""
+    import ggjit as gg
+    from ggjit.pull import pull
+
+    prompt = _prompt(args)
+    if prompt is None and not args.chat:
+        raise ValueError("run: a prompt must be given by -p or -f (or --chat to type turns), got none")
+    if args.system is not None and not args.chat:
+        raise ValueError("run: --system must come with --chat, got it alone")
+    progress = sys.stderr.isatty()
+    path = pull(args.model, progress=progress)
+    start = time.perf_counter()
+    with gg.LLM(
+        path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.batch, repack=args.repack,
+        progress=progress,
+    ) as llm:  # fmt: skip
+        report = _Report(time.perf_counter() - start)
+        if args.chat:
+            _chat(llm, args, prompt, report)
+        else:
+            assert prompt is not None
+            report.turn(llm, llm.tokenize(prompt), args)
+        report.print(llm)
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str | None:
+    if args.file is None:
+        prompt: str | None = args.prompt
+        return prompt
+    if args.file == "-":
+        return sys.stdin.read()
+    with open(args.file, encoding="utf-8") as file:
+        return file.read()
+
+
+def _chat(llm: LLM, args: argparse.Namespace, prompt: str | None, report: _Report) -> None:
+    """One turn for a prompt, else turns from the terminal until its end."""
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    while True:
+        text = prompt if prompt is not None else _ask()
+        if text is None:
+            return
+        messages.append({"role": "user", "content": text})
+        ids = llm.tokenize(llm.render_chat(messages), add_special=False)
+        messages.append({"role": "assistant", "content": report.turn(llm, ids, args)})
+        if prompt is not None:
+            return
+
+
+def _ask() -> str | None:
+    """One line of the user's, None at the end of input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        if line.strip():
+            return line
+
+
+class _Report:
+    """Times and counts of a run."""
+
+    def __init__(self, load: float) -> None:
+        self.load, self.compile = load, 0.0
+        self.n_prefill, self.prefill, self.n_decode, self.decode = 0, 0.0, 0, 0.0
+
+    def turn(self, llm: LLM, ids: list[int], args: argparse.Namespace) -> str:
+        """Generate from ids, print as it comes, and return the text."""
+        from ggjit.jit import compile_seconds
+
+        compiled = compile_seconds()
+        known = llm.n_shared(ids)
+        marks: list[float] = [time.perf_counter()]
+        pieces = []
+        for piece in self._pieces(llm, ids, args, marks):
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+        print(flush=True)
+        compiled = compile_seconds() - compiled
+        self.compile += compiled
+        if len(marks) > 1:
+            self.n_prefill += len(ids) - known
+            self.prefill += marks[1] - marks[0] - compiled
+            self.n_decode += len(marks) - 2
+            self.decode += marks[-1] - marks[1]
+        return "".join(pieces)
+
+    @staticmethod
+    def _pieces(llm: LLM, ids: list[int], args: argparse.Namespace, marks: list[float]) -> Iterator[str]:
+        sampling: dict[str, Any] = dict(
+            temperature=args.temp, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+        )
+        return llm.generate(ids, args.n_predict, on_token=lambda _: marks.append(time.perf_counter()), **sampling)
+
+    def print(self, llm: LLM) -> None:
+        """Print a summary to stderr."""
+        parts = [f"load {self.load:.2f} s", f"compile {self.compile:.2f} s"]
+        if self.prefill > 0:
+            parts.append(f"prefill {self.n_prefill} tokens, {self.n_prefill / self.prefill:.1f} t/s")
+        if self.decode > 0:
+            parts.append(f"decode {self.n_decode} tokens, {self.n_decode / self.decode:.1f} t/s")
+        parts.append(f"peak memory {peak_memory() / 2**20:.0f} MiB")
+        print(f"\n{', '.join(parts)} ({llm.context.n_threads} threads)", file=sys.stderr)
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
