@@ -1,0 +1,133 @@
+"""Byte-level BPE vocabularies (`tokenizer.ggml.model` "gpt2"), on the `tokenizers` library.
+
+A text is cut into words by the patterns of its pre-tokenizer kind, the bytes of a word are written as one printable
+character each, and neighbours are merged in the order of the model's list of merges.
+
+Merges may lead over strings that are no tokens. The library has no such strings, so they get ids behind the
+vocabulary here, and a result that still holds one is spelled out afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggjit.gguf import GgufFile, ValueType
+from ggjit.llm.pretokenizers import PreTokenizer
+from ggjit.llm.vocab import Vocab, get_array
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["BYTE_OF", "BpeMerger", "decode_like_llama"]
+
+
+def _byte_characters() -> dict[int, str]:
+    """Byte to the printable character that stands for it (GPT-2's table)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+
+
+CHARACTER_OF = _byte_characters()
+BYTE_OF = {character: byte for byte, character in CHARACTER_OF.items()}
+
+
+def _character(data: bytes) -> tuple[str, int]:
+    """The character at the beginning of `data` and its bytes, by the bits of the first byte alone."""
+    for nbytes, mask, lead in ((2, 0xE0, 0xC0), (3, 0xF0, 0xE0), (4, 0xF8, 0xF0)):
+        rest = data[1:nbytes]
+        if data[0] & mask == lead and len(rest) == nbytes - 1 and all(byte & 0xC0 == 0x80 for byte in rest):
+            code = data[0] & ~mask & 0xFF
+            for byte in rest:
+                code = code << 6 | byte & 0x3F
+            if code < 0xD800 or 0xE000 <= code < 0x110000:
+                return chr(code), nbytes
+    return "\ufffd", 1
+
+
+def decode_like_llama(data: bytes) -> str:
+    """Decode UTF-8; of what is none, each byte becomes U+FFFD and characters in too many bytes are taken."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        head = data[: error.start].decode()
+        text, at = [head], error.start
+    while at < len(data):
+        if data[at] < 0x80:
+            text.append(chr(data[at]))
+            at += 1
+        else:
+            character, nbytes = _character(data[at : at + 4])
+            text.append(character)
+            at += nbytes
+    return "".join(text)
+
+
+def _library() -> type[tokenizers.Tokenizer]:
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "tokenizer: byte-level BPE vocabularies need the package tokenizers; pip install 'ggjit[llm]'", name=error.name
+        ) from None
+    return tokenizers.Tokenizer
+
+
+class BpeMerger:
+    """Turns text into ids by a list of merges.
+
+    Args:
+        file: the model, for its merges.
+        vocab: its vocabulary.
+        kind: its pre-tokenizer.
+    """
+
+    def __init__(self, file: GgufFile, vocab: Vocab, kind: PreTokenizer) -> None:
+        self._vocab, self._kind = vocab, kind
+        key = "tokenizer.ggml.merges"
+        merges = get_array(file.kv, key, 0, ValueType.STRING)
+        if merges is None:
+            raise file.kv.fail(key, "must be in the file, an ARRAY of STRING")
+        self._merges = file.kv[key]
+        self._tokenizer: tokenizers.Tokenizer | None = None
+        self._spelled: dict[int, list[int]] = {}
+        _library()
+
+    def _build(self) -> tokenizers.Tokenizer:
+        from tokenizers import Regex, models, pre_tokenizers
+
+        ids = {text: id for id, text in enumerate(self._vocab.texts)}
+        # A blank at the first place belongs to the left half.
+        pairs = dict.fromkeys(self._split(text) for text in self._merges)
+        strings = dict.fromkeys(BYTE_OF)
+        for left, right in pairs:
+            if left + right not in ids:
+                strings[left + right] = None
+        for text in strings:
+            if text not in ids:
+                self._spelled[len(ids)] = [
+                    id for id in (self._vocab.id(bytes((byte,))) for byte in text.encode()) if id >= 0
+                ]
+                ids[text] = len(ids)
+        merges = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        model = models.BPE(vocab=ids, merges=merges, ignore_merges=self._kind.ignore_merges)
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._kind.patterns]
+        tokenizer = _library()(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        return tokenizer
+
+    @staticmethod
+    def _split(merge: str) -> tuple[str, str]:
+        at = merge.find(" ", 1)
+        return (merge[:at], merge[at + 1 :]) if at > 0 else ("", "")
+
+    def encode(self, text: bytes) -> list[int]:
+        """Ids of a text."""
+        if self._tokenizer is None:
+            self._tokenizer = self._build()
+        ids: list[int] = self._tokenizer.encode(decode_like_llama(text), add_special_tokens=False).ids
+        if self._spelled and max(ids, default=0) >= self._vocab.n:
+            ids = [piece for id in ids for piece in self._spelled.get(id, (id,))]
+        return ids
