@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("-p", "--prompt", help="the prompt")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
     parser.add_argument("-n", "--n-predict", type=int, default=None, metavar="N", help="most tokens to generate")
-    parser.add_argument("-c", "--ctx", type=int, default=None, metavar="CTX", help="context (default: min(model, 4096))")
+    parser.add_argument(
+        "-c", "--ctx", type=int, default=None, metavar="CTX", help="context (default: min(model, 4096))"
+    )
     parser.add_argument("-b", "--batch", type=int, default=512, metavar="BATCH", help="tokens computed together (512)")
     parser.add_argument("-t", "--threads", type=int, default=None, metavar="T", help="default: as `ggjit info` says")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
@@ -31,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=0.95, help="keep the best tokens up to this probability (0.95)")
     parser.add_argument("--min-p", type=float, default=0.05, help="drop tokens below this share of the best's (0.05)")
     parser.add_argument("--seed", type=int, default=None, help="of the random numbers")
-    parser.add_argument("--chat", action="store_true", help="use the chat template; without -p read turns from the terminal")
+    parser.add_argument(
+        "--chat", action="store_true", help="use the chat template; without -p read turns from the terminal"
+    )
     parser.add_argument("--system", default=None, metavar="TEXT", help="system message (with --chat)")
     parser.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
 
@@ -128,9 +132,13 @@ class _Report:
 
     @staticmethod
     def _pieces(llm: LLM, ids: list[int], args: argparse.Namespace, marks: list[float]) -> Iterator[str]:
-        sampling: dict[str, Any] = dict(
-            temperature=args.temp, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
-        )
+        sampling: dict[str, Any] = {
+            "temperature": args.temp,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+            "min_p": args.min_p,
+            "seed": args.seed,
+        }
         return llm.generate(ids, args.n_predict, on_token=lambda _: marks.append(time.perf_counter()), **sampling)
 
     def print(self, llm: LLM) -> None:

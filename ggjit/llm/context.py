@@ -145,9 +145,14 @@ class DecodeContext:
         ValueError: a size is not positive, or the cache type is none of the two.
     """
 
-    def __init__(self, model: Model, n_ctx: int, n_threads: int, kv_type: Type = types.F16, n_ubatch: int = N_UBATCH) -> None:
+    def __init__(
+        self, model: Model, n_ctx: int, n_threads: int, kv_type: Type = types.F16, n_ubatch: int = N_UBATCH
+    ) -> None:
         if n_ctx < 1 or n_ubatch < 1 or n_threads < 1:
-            raise ValueError(f"DecodeContext: n_ctx, n_ubatch and n_threads must be positive, got {n_ctx}, {n_ubatch}, {n_threads}")
+            raise ValueError(
+                f"DecodeContext: n_ctx, n_ubatch and n_threads must be positive, "
+                f"got {n_ctx}, {n_ubatch} and {n_threads}"
+            )
         if kv_type not in (types.F16, types.F32):
             raise ValueError(f"DecodeContext: kv_type must be f16 or f32, got {kv_type.name.lower()}")
         self.model, self.n_threads, self.n_ubatch, self.n_ctx = model, n_threads, n_ubatch, n_ctx

@@ -1,8 +1,8 @@
 """LLM: a model, its tokenizer and one conversation, in a few lines.
 
-    with gg.LLM("model.gguf") as llm:
-        for piece in llm.generate("The capital of France is", max_tokens=16, temperature=0):
-            print(piece, end="", flush=True)
+with gg.LLM("model.gguf") as llm:
+    for piece in llm.generate("The capital of France is", max_tokens=16, temperature=0):
+        print(piece, end="", flush=True)
 """
 
 from __future__ import annotations
@@ -112,6 +112,13 @@ class LLM:
             result = self.context.decode(Batch.of(ids, outputs="all"))
             self._ids = list(ids)
             return result
+
+    def decode_from_empty(self, batches: Sequence[Sequence[int]]) -> None:
+        """Clear the cache and decode batches one after the other, with the logits of each last token."""
+        with self._lock:
+            self._begin(())
+            for ids in batches:
+                self._append(ids)
 
     def trace(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Intermediate tensors of a sequence by their names in the graph (`Qcur-0`, `l_out-1` ...).
@@ -316,7 +323,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:

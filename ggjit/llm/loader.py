@@ -139,7 +139,10 @@ class Loader:
                 if (info.file, info.offset) not in keep:
                     self.file.mappings[info.file].advise_dontneed(info.offset, info.nbytes)
 
-            work = [(w.tensor, self.file.mappings[w.info.file].data[w.info.offset : w.info.offset + w.info.nbytes]) for w in repacked]
+            work = [
+                (w.tensor, self.file.mappings[w.info.file].data[w.info.offset : w.info.offset + w.info.nbytes])
+                for w in repacked
+            ]
             pack_tensors(work, n_threads, progress=progress, on_packed=give_back)
 
     @property

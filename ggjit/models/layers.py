@@ -44,7 +44,9 @@ class Rope:
         Raises:
             GgufError: the scaling type is unknown or its factor is not positive.
         """
-        kind = hp.get("rope.scaling.type", "linear" if "rope.scaling.factor" in hp or "rope.scale_linear" in hp else "none")
+        kind = hp.get(
+            "rope.scaling.type", "linear" if "rope.scaling.factor" in hp or "rope.scale_linear" in hp else "none"
+        )
         if kind not in ("none", "linear", "yarn"):
             raise hp.fail("rope.scaling.type", f"must be none, linear or yarn, got {kind!r}")
         factor = hp.float("rope.scaling.factor", hp.float("rope.scale_linear", 1.0))
