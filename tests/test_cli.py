@@ -31,12 +31,9 @@ def command(monkeypatch):
 
 def test_help_names_every_command_and_imports_no_numpy():
     code = (
-        "import sys, ggjit.cli as cli
-"
-        "try: cli.main(['--help'])
-"
-        "except SystemExit: pass
-"
+        "import sys, ggjit.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
         "print([m for m in ('numba', 'llvmlite', 'ggjit.jit') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def python(code: str, **keywords) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "tests", **keywords)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, **keywords)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

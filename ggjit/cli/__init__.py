@@ -70,9 +70,9 @@ def _run(argv: Sequence[str]) -> int:
     parser = _parser(command)
     args = parser.parse_args(argv)
     if args.version:
-        from importlib.metadata import version
+        from ggjit import __version__
 
-        print(f"ggjit {version('ggjit')}")
+        print(f"ggjit {__version__}")
         return 0
     if args.command is None:
         parser.print_help()

@@ -1,8 +1,8 @@
 """Read reference cases of single ops and quantizers, and compare results with them.
 
 A file `<op>.npz` or `quantize_<type>.npz` holds cases; each has an id and arrays named `<id>.<part>`. The part `meta`
-is JSON in bytes; `s0`, `s1` ... are the bytes of the storages that the sources lie in, `dst` the bytes of the result and
-`s<k>_after` those of a storage that the op changed; a quantizer's case has `x`, `imatrix`, `q`, `q_cpu` and `y`.
+is JSON in bytes; `s0`, `s1` ... are the bytes of the storages that the sources lie in, `dst` the bytes of the result
+and `s<k>_after` those of a storage that the op changed; a quantizer's case has `x`, `imatrix`, `q`, `q_cpu` and `y`.
 """
 
 from __future__ import annotations
