@@ -214,7 +214,7 @@ class Graph:
     def _executable(self, n_threads: int) -> Executable:
         from ggjit.lower import lower
 
-        if any(t.data == 0 and not t.is_view for t in [*self.leafs, *self.nodes]) or self._allocator is not None:
+        if any(t.data == 0 for t in [*self.leafs, *self.nodes]):
             self._allocate()
         found = self._executables.get(n_threads)
         if found is None or found.is_stale():
@@ -227,7 +227,7 @@ class Graph:
 
         if self._allocator is None:
             self._allocator = GraphAllocator(host_buffer_type())
-            self._allocator.alloc_graph(self)
+        self._allocator.alloc_graph(self)
 
 
 def build(results: Sequence[Tensor] | Tensor, size: int = DEFAULT_SIZE) -> Graph:

@@ -265,12 +265,15 @@ class Tensor:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _memory(self) -> NDArray[np.uint8]:
-        """The bytes [data, data + nbytes) as a live uint8 array that keeps their owner alive."""
+        """The bytes [data, data + nbytes) as a live uint8 array that keeps their owner alive; a copy if not in host memory."""
         address, size = self.data, self.nbytes
         if address == 0:
             raise ValueError(f"Tensor: data must be allocated before it is read or set, got none ('{self.name}')")
-        owners: list[Any] = [self.context.array, self.buffer]
         root = self.view_src
+        buffer = self.buffer if root is None else root.buffer
+        if buffer is not None and not buffer.type.is_host:
+            return buffer.get_tensor(self)
+        owners: list[Any] = [self.context.array, self.buffer]
         if root is not None:
             owners += [root.context.array, root.buffer, *root.context.kept.values()]
         for owner in owners + list(self.context.kept.values()):
@@ -284,7 +287,7 @@ class Tensor:
         )
 
     def bytes(self) -> NDArray[np.uint8]:
-        """The tensor's bytes in memory order (gaps included) as a live view."""
+        """The tensor's bytes in memory order (gaps included): a live view in host memory, else a copy."""
         return self._memory()
 
     def numpy(self) -> NDArray[Any]:
@@ -335,6 +338,8 @@ class Tensor:
         encoded = encode(array, self.type)
         buffer = self.buffer if self.view_src is None else self.view_src.buffer
         if buffer is not None and not buffer.type.is_host:
+            if not self.is_contiguous:
+                raise ValueError(f"Tensor.set: a tensor outside host memory must be contiguous, got nb {list(self.nb)} ('{self.name}')")
             buffer.set_tensor(self, encoded)
             return self
         memory = self._memory()
