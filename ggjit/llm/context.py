@@ -194,7 +194,8 @@ class DecodeContext:
             raise ValueError(f"decode: token ids must be in [0, {n_vocab}), got {bad}")
         if batch.n_tokens > self.n_ctx - self.cache.n_used:
             raise ValueError(
-                f"decode: tokens must fit the context of {self.n_ctx}, got {batch.n_tokens} with {self.cache.n_used} in use"
+                f"decode: tokens must fit the context of {self.n_ctx}, "
+                f"got {batch.n_tokens} with {self.cache.n_used} in use"
             )
         results = np.empty((int(np.count_nonzero(batch.output)), n_vocab), np.float32)
         at = 0

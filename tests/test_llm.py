@@ -1,0 +1,162 @@
+"""Tiny models end to end against llama.cpp's numbers, and what must not change a bit: threads, batches, repacking."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ggjit as gg
+from ggjit.dev.cases import nmse
+
+MODELS = Path(__file__).parent / "data" / "models"
+# (file, largest difference of logits, NMSE of traces): what rounding the activations as llama.cpp does may cost
+FLOAT = [("llama-headdim", 1e-4, 1e-9), ("llama-f16", 1e-2, 1e-6), ("llama-bf16", 1e-1, 1e-4)]
+
+
+def load(name, **options):
+    return gg.LLM(MODELS / f"{name}.gguf", progress=False, **{"n_ctx": 256, "kv_type": "f32", "n_threads": 2, **options})
+
+
+def reference(name):
+    return np.load(MODELS / f"{name}.npz")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with load("llama-headdim") as model:
+        yield model
+
+
+@pytest.mark.parametrize(("name", "limit", "trace_limit"), FLOAT, ids=[f[0] for f in FLOAT])
+def test_logits_and_traces_of_float_models(name, limit, trace_limit):
+    want = reference(name)
+    with load(name) as llm:
+        assert np.abs(llm.logits(want["short_ids"]) - want["short_logits"]).max() <= limit
+        assert np.abs(llm.logits(want["medium_ids"])[-1] - want["medium_logits"]).max() <= limit
+        names = [k.removeprefix("trace__") for k in want.files if k.startswith("trace__")]
+        assert len(names) > 20
+        for key, got in llm.trace(want["short_ids"], names).items():
+            expected = want[f"trace__{key}"]
+            assert nmse(expected, got.reshape(expected.shape)) <= trace_limit, key
+    with load(name, n_ubatch=16) as llm:
+        assert np.abs(llm.logits(want["long_ids"])[-1] - want["long_logits"]).max() <= limit
+
+
+def test_quantized_model_is_as_near_to_exact_as_llama_cpp():
+    want = reference("llama-q.Q4_1")
+    spread = 0.0005048052726522564  # llama.cpp's own relative squared distance, from the reference's JSON file
+    with load("llama-q.Q4_1") as llm:
+        got = llm.logits(want["short_ids"]).astype(np.float64)
+    exact = want["short_logits_f32w"].astype(np.float64)
+    assert np.sum((got - exact) ** 2) / np.sum(exact**2) <= 1.1 * spread
+
+
+@pytest.mark.parametrize("name", ["llama-headdim", "llama-q.Q4_1"])
+def test_bits_do_not_depend_on_threads_batches_or_repacking(name):
+    ids = reference(name)["long_ids"]
+    with load(name, n_threads=1) as llm:
+        want = llm.logits(ids)
+    for options in ({"n_threads": 2, "n_ubatch": 1}, {"n_threads": 4, "n_ubatch": 7}, {"n_ubatch": 33}, {"repack": False}):
+        with load(name, **options) as llm:
+            assert np.array_equal(llm.logits(ids), want), options
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16"])
+def test_cache_reuse_does_not_change_a_bit(kv_type):
+    ids = reference("llama-headdim")["long_ids"].tolist()
+    with load("llama-headdim", kv_type=kv_type) as llm:
+        fresh = list(llm.raw_tokens(ids, 8, gg.llm.Sampler(temperature=0)))
+        other = [*ids[:30], 5, 6, 7]
+        list(llm.raw_tokens(other, 3, gg.llm.Sampler(temperature=0)))
+        assert llm.n_shared(ids) == 30
+        assert list(llm.raw_tokens(ids, 8, gg.llm.Sampler(temperature=0))) == fresh
+
+
+@pytest.mark.parametrize("kind", ["short", "medium", "long"])
+def test_greedy_continuation(llm, kind):
+    want = reference("llama-headdim")
+    tokens, gaps = want[f"{kind}_greedy"], want[f"{kind}_greedy_gap"]
+    certain = int(np.argmax(gaps < 1e-3)) if (gaps < 1e-3).any() else len(gaps)
+    assert certain > 8
+    got = list(llm.raw_tokens(want[f"{kind}_ids"].tolist(), 32, gg.llm.Sampler(temperature=0)))
+    assert got[:certain] == tokens[:certain].tolist()
+
+
+def test_f16_cache_is_near_llama_cpp():
+    want = reference("llama-headdim")
+    with load("llama-headdim", kv_type="f16") as llm:
+        got = llm.logits(want["long_ids"])[-1]
+    assert np.abs(got - want["long_logits_kvf16_flash"]).max() <= 2e-2
+
+
+def test_generate_stops_at_text_and_count(llm):
+    text = "".join(llm.generate("Alice looked", 24, temperature=0))
+    assert "".join(llm.generate("Alice looked", 24, temperature=0)) == text
+    stop = text[5:8]
+    assert "".join(llm.generate("Alice looked", 24, temperature=0, stop=stop)) == text[: text.index(stop)]
+    assert len(list(llm.raw_tokens([1, 5, 6], 4, gg.llm.Sampler(temperature=0)))) == 4
+    assert list(llm.raw_tokens([1, 5, 6], 0, gg.llm.Sampler(temperature=0))) == []
+
+
+def test_generation_ends_with_the_context(llm):
+    ids = [1] + [5] * 253
+    assert len(list(llm.raw_tokens(ids, None, gg.llm.Sampler(temperature=0)))) == 256 - 254 + 1
+    with pytest.raises(ValueError, match=r"the prompt must fit the context of 256 tokens, got 257"):
+        llm.generate([5] * 257)
+    with pytest.raises(ValueError, match="must have at least one token"):
+        llm.generate([])
+
+
+def test_bad_ids_leave_the_model_usable(llm):
+    good = llm.logits([1, 5, 6])
+    with pytest.raises(ValueError, match=r"token ids must be in \[0, 509\), got 509"):
+        llm.logits([1, 509])
+    with pytest.raises(ValueError, match="got -1"):
+        llm.logits([-1])
+    with pytest.raises(ValueError, match="tokens must fit the context"):
+        llm.logits([5] * 300)
+    assert np.array_equal(llm.logits([1, 5, 6]), good)
+
+
+def test_trace_names_what_is_missing(llm):
+    with pytest.raises(KeyError, match="nonsense-7"):
+        llm.trace([1, 2], ["nonsense-7"])
+
+
+def test_two_threads_share_one_model(llm):
+    a, b = [1, 5, 6, 7], [1, 9, 10, 11, 12]
+    want = [llm.logits(a), llm.logits(b)]
+    wrong = []
+
+    def work(ids, expected):
+        wrong.extend(1 for _ in range(20) if not np.array_equal(llm.logits(ids), expected))
+
+    threads = [threading.Thread(target=work, args=x) for x in zip((a, b), want, strict=True)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_an_interrupted_generator_says_so(llm):
+    tokens = llm.raw_tokens([1, 5, 6], 8, gg.llm.Sampler(temperature=0))
+    next(tokens)
+    llm.logits([1, 2])
+    with pytest.raises(RuntimeError, match="another call in between"):
+        list(tokens)
+
+
+def test_closed_model():
+    model = load("llama-headdim")
+    model.close()
+    with pytest.raises(ValueError, match="must be open"):
+        model.logits([1])
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="kv_type must be f16 or f32"):
+        load("llama-headdim", kv_type="q8_0")
+    with pytest.raises(ValueError, match="must be positive"):
+        load("llama-headdim", n_ubatch=0)
