@@ -55,7 +55,7 @@ def collect() -> dict[str, Any]:
     from ggjit import __version__, cpu, kernel_cache, pull, threadpool
 
     name, features = cpu.target()
-    threads, why = threadpool.threads_and_reason()
+    threads, why = threadpool.threads_found()
     return {
         "ggjit": __version__,
         "python": platform.python_version(),
