@@ -20,20 +20,23 @@ import ctypes
 import importlib
 import importlib.util
 import inspect
+import struct
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, overload
+
+import numpy as np
 
 from ggjit import kernel_cache, object_code
 from ggjit.cpu import cpu_level
 
 __all__ = ["Intrinsic", "Jitted", "Kernel", "Words", "compile_all", "cpu_level", "intrinsic", "jitted", "kernel", "lazy_module", "words"]  # fmt: skip
 
-_lock = threading.RLock()
-_Compiled = TypeVar("_Compiled", bound="Compiled")
+_lock = threading.RLock()  # held while kernels compile
+_helper_lock = threading.RLock()  # never held while anything compiles: Numba asks for helpers under its own lock
 
 
 class _Helper:
@@ -50,7 +53,7 @@ class _Helper:
 
     @property
     def _numba_type_(self) -> Any:
-        with _lock:
+        with _helper_lock:
             self._form = self._form or self._make()
             return self._form
 
@@ -78,7 +81,7 @@ class Jitted(_Helper):
         """Numba's dispatcher of the function."""
         from ggjit import numba_entry
 
-        with _lock:
+        with _helper_lock:
             self._dispatcher = self._dispatcher or numba_entry.python_dispatcher(self.function, self.options)
             return self._dispatcher
 
@@ -104,15 +107,18 @@ class Compiled:
         self.function, self.name = function, function.__name__
         self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
         self.__module__, self.__qualname__ = function.__module__, function.__qualname__
-        self._key: str | None = None
+        self._found: tuple[str, bool] | None = None
         self._address = 0
 
     @property
     def key(self) -> str:
         """What the compiled code is found by; changes with anything that the code is made of."""
-        if self._key is None:
-            self._key = kernel_cache.kernel_key(self.function, self.kind)
-        return self._key
+        return self._walk()[0]
+
+    def _walk(self) -> tuple[str, bool]:
+        if self._found is None:
+            self._found = kernel_cache.kernel_key(self.function, self.kind)
+        return self._found
 
     @property
     def entry(self) -> str:
@@ -191,6 +197,16 @@ class Kernel(Compiled):
         self._call: Any = None
 
     @property
+    def key(self) -> str:
+        """What the compiled code is found by; changes with anything that the code is made of."""
+        key, names_counter = self._walk()
+        if names_counter and not self.uses_counter:
+            raise TypeError(
+                f"{self.name}: a kernel that calls atomics.fetch_add must be @kernel(counter=True), got @kernel"
+            )
+        return key
+
+    @property
     def njit(self) -> Any:
         """Numba's dispatcher of the function, compiled apart from the C entry."""
         return self._jitted.njit
@@ -221,38 +237,43 @@ class Kernel(Compiled):
             )
 
 
-def _check_buffer(kernel: Kernel, name: str, buffer: Any) -> None:
-    if str(getattr(buffer, "dtype", "")) != "uint8" or buffer.ndim != 1 or not buffer.flags.c_contiguous:
-        what = f"{buffer.dtype}{list(buffer.shape)}" if hasattr(buffer, "dtype") else type(buffer).__name__
+def _check_buffer(kernel: Kernel, name: str, buffer: Any) -> int:
+    """The address of a byte buffer."""
+    if (
+        not isinstance(buffer, np.ndarray)
+        or buffer.dtype != np.uint8
+        or buffer.ndim != 1
+        or not buffer.flags.c_contiguous
+    ):
+        what = f"{buffer.dtype} {list(buffer.shape)}" if isinstance(buffer, np.ndarray) else type(buffer).__name__
         raise TypeError(f"{kernel.name}: {name} must be a contiguous uint8 array of one dimension, got {what}")
+    return int(buffer.__array_interface__["data"][0])
 
 
 def _call_entry(kernel: Kernel, entry: Any, args: Sequence[Any]) -> int:
-    """Put the arguments into tensor records as int64 words (336 bytes each) and call the C entry."""
+    """Put the arguments into tensor records (42 int64 words each) and call the C entry."""
     n = 1 + kernel.n_src
     if len(args) != 3 * n + 4:
         raise TypeError(f"{kernel.name}: takes {3 * n + 4} arguments, got {len(args)}")
     op_params, work, ith, nth = args[3 * n :]
-    words = (ctypes.c_int64 * (42 * n + 2))()
-    base = ctypes.addressof(words)
+    words = np.zeros(42 * n + 2, np.int64)
+    base = int(words.__array_interface__["data"][0])
     for i in range(n):
         buffer, ne, nb = args[3 * i : 3 * i + 3]
         if i and buffer is None:
             continue
-        _check_buffer(kernel, f"src{i - 1}" if i else "dst", buffer)
-        at = 42 * i
-        words[at + 2 : at + 6], words[at + 6 : at + 10] = [int(x) for x in ne], [int(x) for x in nb]
-        words[at + 31] = buffer.ctypes.data
+        address = _check_buffer(kernel, f"src{i - 1}" if i else "dst", buffer)
+        struct.pack_into("<8q", words, 336 * i + 16, *ne, *nb)
+        struct.pack_into("<q", words, 336 * i + 248, address)
         if i:
-            words[19 + i - 1] = base + 336 * i
+            struct.pack_into("<q", words, 144 + 8 * i, base + 336 * i)
         elif not buffer.flags.writeable:
             raise ValueError(f"{kernel.name}: dst must be writable, got a read-only array")
-    if str(op_params.dtype) != "int32" or op_params.size > 16:
-        raise TypeError(f"{kernel.name}: op_params must be at most 16 int32, got {op_params.dtype}[{op_params.size}]")
-    _check_buffer(kernel, "work", work)
-    parameters = op_params.tobytes()
-    ctypes.memmove(base + 84, parameters, len(parameters))
-    words[42 * n], words[42 * n + 1] = work.ctypes.data, work.nbytes
+    parameters = np.asarray(op_params)
+    if parameters.dtype != np.int32 or parameters.size > 16:
+        raise TypeError(f"{kernel.name}: op_params must be at most 16 int32, got {parameters.dtype} {parameters.size}")
+    struct.pack_into(f"{4 * parameters.size}s", words, 84, parameters.tobytes())
+    struct.pack_into("<2q", words, 336 * n, _check_buffer(kernel, "work", work), work.nbytes)
     return int(entry(base, base + 336 * n, ith, nth))
 
 
@@ -359,8 +380,8 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
                 progress.step(c.name)
         finally:
             progress.close()
-            _seconds.append(time.perf_counter() - start)
         if fresh:
+            _seconds.append(time.perf_counter() - start)
             kernel_cache.trim()
         if objects:
             addresses = object_code.link(objects)

@@ -12,6 +12,7 @@ checksum: a damaged file is compiled again. The oldest go first when the files e
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import importlib.util
@@ -60,20 +61,23 @@ def _compiler() -> str:
     return repr((versions, files, cpu.cpu_level(), cpu.target()))
 
 
+def _is_foreign(name: str) -> bool:
+    """Whether a module is Python's own or one whose version is part of the compiler or of no matter."""
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names or top in ("numba", "numpy", "llvmlite")
+
+
 @functools.cache
 def _module_hash(name: str) -> str | None:
-    """Hash of a project's or a user's module; None for installed packages (numpy, math)."""
+    """Hash of a module's source, for one of the project or of a user."""
     if name == _LIB or name.startswith(_LIB + "."):
         return _lib_hash()
+    if _is_foreign(name):
+        return None
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None) or importlib.util.find_spec(name)
     origin = spec.origin if spec is not None else None
-    if not origin or not origin.endswith(".py"):
-        return None
-    installed = (
-        "site-packages" in origin or "dist-packages" in origin or origin.startswith(os.path.dirname(os.__file__))
-    )
-    return None if installed and not name.startswith("ggjit") else file_hash(origin)
+    return file_hash(origin) if origin and origin.endswith(".py") else None
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -98,10 +102,18 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted({name for c in _codes(code) for name in c.co_names}))
 
 
+@functools.cache
+def _true_globals(code: types.CodeType) -> frozenset[str]:
+    """Names that are read as globals, not as attributes; slow, so asked only in doubt."""
+    return frozenset(i.argval for c in _codes(code) for i in dis.get_instructions(c) if i.opname == "LOAD_GLOBAL")
+
+
 def _function_of(value: Any) -> types.FunctionType | None:
-    """The Python function inside a helper, an intrinsic, an emitted body or a Numba dispatcher."""
-    for name in ("function", "py_func", "_defn", "body"):
-        inner = value if isinstance(value, types.FunctionType) else getattr(value, name, None)
+    """The Python function inside a helper, an intrinsic or a Numba dispatcher."""
+    if isinstance(value, types.FunctionType):
+        return value
+    for name in ("function", "py_func", "_defn"):
+        inner = getattr(value, name, None)
         if isinstance(inner, types.FunctionType):
             return inner
     return None
@@ -119,60 +131,85 @@ class _Walk:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.seen: set[int] = set()
+        self.uses_counter = False
 
-    def value(self, name: str, value: Any, where: str) -> None:
+    def value(self, name: str, value: Any, code: types.CodeType, where: str) -> None:
+        """What a name of `code` stands for."""
         if isinstance(value, types.ModuleType):  # first: looking at an attribute would load a lazy module
-            digest = _module_hash(object.__getattribute__(value, "__name__"))
-            self.parts.append(f"{name}: module {digest}")
+            self.module(name, value, code, where)
         elif _plain(value):
             constant = sorted(map(repr, value)) if isinstance(value, frozenset) else value
             self.parts.append(f"{name}: {type(value).__name__} {constant!r}")
         elif isinstance(value, list | tuple):
             self.parts.append(f"{name}: {len(value)} values")
             for v in value:
-                self.value(name, v, where)
+                self.value(name, v, code, where)
+        elif isinstance(value, type | types.BuiltinFunctionType) or _is_foreign(getattr(value, "__module__", "") or ""):
+            self.parts.append(f"{name}: {value.__module__}.{getattr(value, '__qualname__', value)}")
         elif (function := _function_of(value)) is not None:
             options = getattr(value, "options", None)
             self.parts.append(f"{name}: {type(value).__name__} {sorted(options.items()) if options else ''}")
             self.function(function)
-        elif hasattr(value, "dtype") and hasattr(value, "tobytes"):  # NumPy scalars and constant arrays
+        elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):  # scalars and constant arrays
             self.parts.append(f"{name}: {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}")
-        elif isinstance(value, type | types.BuiltinFunctionType):
-            self.parts.append(f"{name}: {value.__module__}.{value.__qualname__}")
+        elif type(value).__module__ == "numpy":  # np.sqrt and the like
+            self.parts.append(f"{name}: {value!r}")
         else:
             raise TypeError(
                 f"{where}: a kernel may refer to functions, modules and plain constants, got {name} = {value!r}"
             )
 
+    def module(self, name: str, module: types.ModuleType, code: types.CodeType, where: str) -> None:
+        """A module of the project: its source, and the functions in it that the code names."""
+        digest = _module_hash(object.__getattribute__(module, "__name__"))
+        self.parts.append(f"{name}: module {digest}")
+        if digest is None:
+            return
+        for attribute in _global_names(code):
+            value = getattr(module, attribute, None)
+            if isinstance(value, types.ModuleType) or _function_of(value) is not None:
+                self.value(f"{name}.{attribute}", value, code, where)
+
     def function(self, function: types.FunctionType) -> None:
+        """The code of a function, and all it refers to."""
         if id(function) in self.seen:
             return
         self.seen.add(id(function))
-        code, where = function.__code__, function.__qualname__
+        code, where, scope = function.__code__, function.__qualname__, function.__globals__
+        names = _global_names(code)
+        self.uses_counter = self.uses_counter or "fetch_add" in names
         in_lib = (function.__module__ or "").startswith(_LIB)
         if in_lib:  # the whole of ops/lib is hashed; what is left is which of its functions, and what it captured
             self.parts.append(f"{_lib_hash()} {function.__module__} {where}")
         else:
             self.parts.append(_code_text(code))
             self.parts.append(repr((function.__defaults__, function.__kwdefaults__)))
-            scope = function.__globals__
-            for name in _global_names(code):
-                if name in scope:
-                    self.value(name, scope[name], where)
+        for name in names:
+            if name not in scope or (in_lib and _function_of(scope[name]) is None):
+                continue
+            try:
+                self.value(name, scope[name], code, where)
+            except TypeError:
+                if name in _true_globals(code):
+                    raise
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 captured = cell.cell_contents
             except ValueError:  # not set yet
                 continue
-            self.value(name, captured, where)
+            self.value(name, captured, code, where)
 
 
-def kernel_key(function: Callable[..., Any], kind: str) -> str:
-    """Return the key of a function compiled as `kind`: 32 hexadecimal digits."""
+def kernel_key(function: Callable[..., Any], kind: str) -> tuple[str, bool]:
+    """Return the key of a function compiled as `kind`, and whether it reaches `atomics.fetch_add`.
+
+    Raises:
+        TypeError: it refers to an object that is no function, module or constant.
+    """
     walk = _Walk()
     assert isinstance(function, types.FunctionType)
     walk.function(function)
-    return hashlib.sha256(repr((kind, _compiler(), walk.parts)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((kind, _compiler(), walk.parts)).encode()).hexdigest()[:32], walk.uses_counter
 
 
 # --- the folder ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+"""The packed program and the compiled loop that runs it: no Python between steps.
+
+A program is rows of four int64: the address of a kernel's C entry, of the record it computes, of its task (address and size
+of its scratch), and flags. All threads walk the rows together; after a row with BARRIER they meet. The last thread to
+arrive decides for all whether to go on, so that a kernel that fails, or an abort, stops all at the same barrier, and
+zeroes the chunk counter (the first word of the scratch) for a next row with COUNTER.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggjit import shared_state as shared
+from ggjit.jit import Words, jitted, words
+from ggjit.shared_state import (
+    ABORT,
+    ARRIVED,
+    FAILED,
+    FAILURES,
+    FIRST,
+    JOB,
+    LAST,
+    LINE,
+    PARKED,
+    PHASE,
+    ROWS,
+    SPINS,
+    STOPPED,
+    THREADS,
+    TIMES,
+    WAITING,
+)
+
+if TYPE_CHECKING:
+    from ggjit.threadpool import Pool
+
+BARRIER, COUNTER = 1, 2
+DONE, FAILURE, ABORTED = 0, 1, 2  # results of a run
+_ROW = 32  # bytes
+
+
+class Aborted(RuntimeError):
+    """The program was stopped by `Pool.abort` before its end."""
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------------
+
+
+@jitted
+def zero_counter(row):  # type: ignore[no-untyped-def]
+    """Zero the chunk counter of a row that uses one."""
+    if shared.load(row + 24) & COUNTER:
+        shared.store(shared.load(shared.load(row + 16)), 0)
+
+
+@jitted
+def barrier(state, nth, job, following):  # type: ignore[no-untyped-def]
+    """Wait for all threads; False if the program stops here. `following` is the address of the next row, or 0."""
+    phase = shared.load_atomic(state + PHASE)
+    if shared.fetch_add(state + ARRIVED, 1) == nth - 1:
+        if shared.load_atomic(state + FAILED) + shared.load_atomic(state + ABORT) != 0:
+            shared.store_atomic(state + STOPPED, job)
+        if following:
+            zero_counter(following)
+        shared.store_atomic(state + ARRIVED, 0)
+        shared.fetch_add(state + PHASE, 1)
+        if shared.load_atomic(state + WAITING) > 0:
+            shared.wake(state, state + PHASE)
+    else:
+        spins = shared.load(state + SPINS)
+        n = 0
+        while shared.load_atomic(state + PHASE) == phase:
+            n += 1
+            if n <= spins:
+                shared.pause()
+            else:
+                shared.fetch_add(state + WAITING, 1)
+                shared.sleep_while(state, state + PHASE, phase)
+                shared.fetch_add(state + WAITING, -1)
+    return shared.load_atomic(state + STOPPED) != job
+
+
+@jitted
+def note_failure(state, ith, row, status):  # type: ignore[no-untyped-def]
+    """Keep the first failure of this thread."""
+    mine = state + FAILURES + LINE * ith
+    if shared.load(mine) == 0:
+        shared.store(mine, 1)
+        shared.store(mine + 8, row)
+        shared.store(mine + 16, status)
+        shared.fetch_add(state + FAILED, 1)
+
+
+@jitted
+def run_rows(state, ith, job):  # type: ignore[no-untyped-def]
+    """This thread's share of a job."""
+    rows, nth, last = shared.load(state + ROWS), shared.load(state + THREADS), shared.load(state + LAST)
+    times = shared.load(state + TIMES) if ith == 0 else 0
+    for i in range(shared.load(state + FIRST), last):
+        row = rows + _ROW * i
+        status = shared.call_entry(shared.load(row), shared.load(row + 8), shared.load(row + 16), ith, nth)
+        if status != 0:
+            note_failure(state, ith, i, status)
+        end = i + 1 == last
+        if (shared.load(row + 24) & BARRIER or end) and not barrier(state, nth, job, 0 if end else row + _ROW):
+            return
+        if times:
+            shared.store(times + 8 * (i + 1), shared.ticks())
+
+
+@jitted
+def run_alone(state):  # type: ignore[no-untyped-def]
+    """A job of a pool of one thread."""
+    rows, last, times = shared.load(state + ROWS), shared.load(state + LAST), shared.load(state + TIMES)
+    for i in range(shared.load(state + FIRST), last):
+        row = rows + _ROW * i
+        zero_counter(row)
+        status = shared.call_entry(shared.load(row), shared.load(row + 8), shared.load(row + 16), 0, 1)
+        if status != 0:
+            note_failure(state, 0, i, status)
+        if shared.load(row + 24) & BARRIER and shared.load(state + FAILED) + shared.load_atomic(state + ABORT) != 0:
+            return
+        if times:
+            shared.store(times + 8 * (i + 1), shared.ticks())
+
+
+@words
+def publish(state, rows, first, last, times):  # type: ignore[no-untyped-def]
+    """Hand a job to the workers and return its number; `last` < 0 tells them to end.
+
+    Only one job is out at a time: all threads have met at its last row when the next is published.
+    """
+    nth = shared.load(state + THREADS)
+    for ith in range(nth):
+        shared.store(state + FAILURES + LINE * ith, 0)
+    shared.store_atomic(state + FAILED, 0)
+    shared.store_atomic(state + ROWS, rows)
+    shared.store_atomic(state + FIRST, first)
+    shared.store_atomic(state + LAST, last)
+    shared.store_atomic(state + TIMES, times)
+    if first < last:
+        zero_counter(rows + _ROW * first)
+    job = shared.fetch_add(state + JOB, 1) + 1
+    if shared.load_atomic(state + PARKED) > 0:
+        shared.wake(state, state + JOB)
+    return job
+
+
+@words
+def run(state, job):  # type: ignore[no-untyped-def]
+    """The calling thread's share of the published job, as thread 0. Returns DONE, FAILURE or ABORTED."""
+    times = shared.load(state + TIMES)
+    if times:
+        shared.store(times + 8 * shared.load(state + FIRST), shared.ticks())
+    if shared.load(state + THREADS) == 1:
+        run_alone(state)
+    elif shared.load(state + FIRST) < shared.load(state + LAST):
+        run_rows(state, 0, job)
+    if shared.load_atomic(state + FAILED) != 0:
+        return FAILURE
+    return ABORTED if shared.load_atomic(state + ABORT) != 0 else DONE
+
+
+@words
+def read_ticks(_):  # type: ignore[no-untyped-def]
+    """The CPU's time counter."""
+    return shared.ticks()
+
+
+COMPILED: tuple[Words, ...] = (publish, run, read_ticks)
+
+
+@functools.cache
+def ns_per_tick() -> float:
+    """Measure the time counter's rate once (2 ms)."""
+    read_ticks(0)
+    start, begin = time.perf_counter_ns(), read_ticks(0)
+    while time.perf_counter_ns() - start < 2_000_000:
+        pass
+    return (time.perf_counter_ns() - start) / (read_ticks(0) - begin)
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """A packed program.
+
+    Args:
+        rows: int64 [n, 4]: entry, header, task, flags. Must stay as it is while the program lives.
+
+    Raises:
+        ValueError: wrong shape, or a COUNTER row that no barrier precedes.
+    """
+
+    def __init__(self, rows: NDArray[np.int64]) -> None:
+        if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != 4 or not rows.flags.c_contiguous:
+            raise ValueError(f"Program: rows must be contiguous int64 [n, 4], got {rows.dtype} {list(rows.shape)}")
+        unguarded = np.flatnonzero((rows[1:, 3] & COUNTER != 0) & (rows[:-1, 3] & BARRIER == 0))
+        if unguarded.size:
+            raise ValueError(
+                f"Program: a row with COUNTER must follow a BARRIER, got none before row {unguarded[0] + 1}"
+            )
+        self.rows = rows
+
+    def run(self, pool: Pool, first: int = 0, last: int | None = None) -> tuple[int, int] | None:
+        """Run rows first to last on all threads of the pool.
+
+        Returns:
+            None, or (row, status) of the first row that failed, with the smallest status of any thread.
+
+        Raises:
+            Aborted: `pool.abort` was called.
+        """
+        last = len(self.rows) if last is None else last
+        if not 0 <= first <= last <= len(self.rows):
+            raise ValueError(f"Program.run: rows must be within 0 to {len(self.rows)}, got {first} to {last}")
+        return pool.execute(self.rows.ctypes.data, first, last, 0)
+
+    def time(self, pool: Pool) -> NDArray[np.int64]:
+        """Run all rows and return the nanoseconds of each on thread 0, barriers included.
+
+        Raises:
+            RuntimeError: a row failed.
+            Aborted: `pool.abort` was called.
+        """
+        rate = ns_per_tick()
+        ticks = np.zeros(len(self.rows) + 1, np.int64)
+        failed = pool.execute(self.rows.ctypes.data, 0, len(self.rows), ticks.ctypes.data)
+        if failed is not None:
+            raise RuntimeError(f"Program.time: rows must not fail, got status {failed[1]} at row {failed[0]}")
+        return np.rint(np.diff(ticks) * rate).astype(np.int64)
