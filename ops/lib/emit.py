@@ -23,8 +23,9 @@ Numba is imported when a kernel that calls an emitted function is compiled, not 
 
 from __future__ import annotations
 
-from ggjit.ops.lib.emitted import emitted
 from llvmlite import ir
+
+from ggjit.ops.lib.emitted import emitted
 
 __all__ = [
     "BF16", "F16", "F32", "I1", "I8", "I16", "I32", "I64", "ROWS", "Emit", "OrderedLoad", "emitted", "vector",
@@ -194,9 +195,9 @@ class Emit:
         """16 f32."""
         return self._loads(address, offset, vector(F32, self.lanes), ordered)
 
-    def load_i32(self, address, offset=0):
+    def load_i32(self, address, offset=0, ordered=False):
         """16 i32."""
-        return self._loads(address, offset, vector(I32, self.lanes))
+        return self._loads(address, offset, vector(I32, self.lanes), ordered)
 
     def load_f16(self, address, offset=0, ordered=False):
         """16 f16 as f32."""
@@ -275,6 +276,16 @@ class Emit:
     def splat_f32(self, address, offset=0):
         """One f32 of memory in 16 lanes."""
         return [self.splat(self.load(address, offset, F32))] * self.parts
+
+    def splat_f16(self, address, offset=0):
+        """One f16 of memory as f32 in 16 lanes."""
+        if self.portable:
+            return self.halves_to_f32([self.splat(self.load(address, offset, I16))] * self.parts)
+        return [self.splat(self.b.fpext(self.load(address, offset, F16), F32))] * self.parts
+
+    def splat_i8_as_f32(self, address, offset=0):
+        """One int8 of memory as f32 in 16 lanes."""
+        return [self.splat(self.b.sitofp(self.load(address, offset, I8), F32))] * self.parts
 
     def splat_i32(self, address, offset=0):
         """One i32 of memory in 16 lanes."""

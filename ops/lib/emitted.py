@@ -7,9 +7,10 @@ class Emitted(Intrinsic):
     """An emit function that kernels call with int64 arguments; it runs while they are compiled."""
 
     def _make(self):
+        from numba import types
+
         from ggjit import numba_entry
         from ggjit.ops.lib.emit import Emit
-        from numba import types
 
         code = self.function.__code__
         names = code.co_varnames[1 : code.co_argcount]

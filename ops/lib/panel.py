@@ -1,0 +1,344 @@
+"""Tiles of the matrix product over panels of quantized weights, for any type and number of columns.
+
+A panel (see `ggjit.ops.quants.quant`) is multiplied by columns of activations quantized to int8 per 32 (see
+`activations`). Order of the float operations of one output, the same in every tile and at every CPU level with fma:
+
+    per run of 32 in k order:
+        t = f32(s0) * scale0;   t = fma(f32(s1), scale1, t) if the type scales per 16
+        acc = fma(t, d, acc);   acc = fma(minimum_j, d * sum_j, acc) for each minimum
+
+The integer sums s are exact, so how they are split does not show in the bits.
+
+Ladder (Q4_1, one Zen 4 core, share of plain reads at one column / of the dot peak at 512 columns):
+    row-major dot products              0.1-0.4 / 0.2
+    panels, loads in any order          0.79-0.91
+    loads in ascending order            1.05 / 0.71 (8 columns, decoded for each 8)
+    unpacked once for all columns       - / 0.69, and one tile for all types
+"""
+
+import functools
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from ggjit import types
+from ggjit.jit import jitted, lazy_module
+from ggjit.ops.lib.emit import I64, ROWS, Emit, emitted
+from ggjit.ops.quants.quant import Part
+
+memory = lazy_module("ggjit.ops.lib.memory")
+
+RUN, ACT = 32, 64  # k of a run; bytes of its activations
+D, SUMS, SUM, NEG_SUMS, NEG_SUM, CODES = 0, 4, 12, 16, 24, 32  # offsets in the activations' record
+AHEAD = 8192  # bytes of prefetch to L2 where arithmetic takes about as long as memory
+
+
+# ---- integer sums of one part --------------------------------------------------------------------------------------
+
+
+def _sums(e, part, init, cols, at, limit):
+    """init + the dot products of a part's operands with each column's codes at offset `at`."""
+    if e.level == "avx2":
+        return _sums_avx2(e, part, init, cols, at, limit)
+    sums = list(init)
+    for i, operand in enumerate(part.operands):
+        for c, y in enumerate(cols):
+            sums[c] = e.dot4(sums[c], operand, e.splat4(y, at + 4 * i))
+    return sums
+
+
+def _sums_avx2(e, part, init, cols, at, limit):
+    """With vpmaddubsw, added in 16 bits as long as no sum can leave them, then vpmaddwd.
+
+    Operands are shifted down first (limit is without the factor); values above 127 are split into halves.
+    """
+    operands = part.operands
+    if part.factor:
+        operands = [e.and_(e.shr(x, part.factor), (1 << limit.bit_length()) - 1) for x in operands]
+    planes = [(operands, 0, limit)]
+    if limit > 127:
+        low = [e.and_(x, 15) for x in operands]
+        planes = [(low, 0, 15), ([e.and_(e.shr(x, 4), 15) for x in operands], 4, 15)]
+    sums = []
+    for c, y in enumerate(cols):
+        total = None
+        for plane, shift, top in planes:
+            plane_sum = e.shl_i32(_plane_sum(e, plane, y, at, 32767 // (2 * top * 127)), shift)
+            total = plane_sum if total is None else e.iadd(total, plane_sum)
+        sums.append(e.iadd(init[c], e.shl_i32(total, part.factor)))
+    return sums
+
+
+def _plane_sum(e, plane, y, at, n):
+    """Dot products of operands with codes; n pair sums fit 16 bits."""
+    total, pending = None, None
+    for i, operand in enumerate(plane):
+        pairs = e.pairs(operand, e.splat4(y, at + 4 * i))
+        pending = pairs if pending is None else e.iadd(pending, pairs)
+        if (i + 1) % n == 0 or i + 1 == len(plane):
+            wide = e.pairs_to_i32(pending)
+            total, pending = wide if total is None else e.iadd(total, wide), None
+    return total
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def accumulate(e, runs, cols, acc, limit, before_run=None):
+    """Add runs to the sums of columns.
+
+    Args:
+        e: the Emit.
+        runs: iterable of runs.
+        cols: for each column the address of the first run's activations.
+        acc: f32 operand of each column.
+        limit: largest operand byte.
+        before_run: called with the run's number before its loads are emitted.
+
+    Returns:
+        The new acc.
+    """
+    acc, r = list(acc), 0
+    runs = iter(runs)
+    while True:
+        if before_run is not None:
+            before_run(r)
+        parts = next(runs, None)
+        if parts is None:
+            return acc
+        at, one, k = r * ACT, len(parts) == 1, 0
+        total = [None] * len(cols)
+        for j, part in enumerate(parts):
+            init = [e.zero_i32()] * len(cols)
+            if part.offset_shift is not None:
+                sums_at = at + (NEG_SUM if one else NEG_SUMS + 4 * j)
+                init = [e.shl_i32(e.splat_i32(y, sums_at), part.offset_shift) for y in cols]
+            sums = _sums(e, part, init, cols, at + CODES + 4 * k, limit)
+            k += len(part.operands)
+            for c, s in enumerate(sums):
+                f = e.to_f32(s)
+                total[c] = e.fmul(f, part.scale) if total[c] is None else e.fma(f, part.scale, total[c])
+        for c, y in enumerate(cols):
+            acc[c] = e.fma(total[c], e.splat_f32(y, at + D), acc[c])
+        for j, part in enumerate(parts):
+            if part.minimum is not None:
+                for c, y in enumerate(cols):
+                    acc[c] = e.fma(part.minimum, e.splat_f32(y, at + (SUM if one else SUMS + 4 * j)), acc[c])
+        r += 1
+
+
+class Outputs:
+    """The result's columns of a tile and which part of the tile lies in them.
+
+    Args:
+        e: the Emit.
+        out: address of the first row of the first column.
+        stride: bytes from column to column.
+        columns: of the tile.
+        n_rows, n_cols: rows and columns that are there (i64; n_rows may exceed 16).
+    """
+
+    def __init__(self, e, out, stride, columns, n_rows, n_cols):
+        b = e.b
+        self.e, self.n_rows = e, n_rows
+        self.whole = b.and_(
+            b.icmp_signed(">=", n_rows, e.i64(ROWS)), b.icmp_signed(">=", n_cols, e.i64(columns))
+        )
+        self.at = [e.add(out, e.mul(stride, c)) if c else out for c in range(columns)]
+        self.rows = [b.select(b.icmp_signed("<", e.i64(c), n_cols), n_rows, e.i64(0)) for c in range(columns)]
+
+    def load(self, add):
+        """The sums so far if add is 1, zeros if it is 0."""
+        return [self.e.load_first(at, self.e.mul(n, add)) for at, n in zip(self.at, self.rows, strict=True)]
+
+    def store(self, acc):
+        """Store what is there of the tile's sums."""
+
+        def all_of_it():
+            for at, a in zip(self.at, acc, strict=True):
+                self.e.store(at, a)
+
+        def part():
+            for at, a, n in zip(self.at, acc, self.rows, strict=True):
+                self.e.store_first(at, a, n)
+
+        self.e.if_else(self.whole, all_of_it, part)
+
+
+def column_addresses(e, y, stride, columns, n_cols):
+    """Addresses of the activations of a tile's columns; those that are not there repeat the last one."""
+    last = e.sub(n_cols, 1)
+    out = [y]
+    for c in range(1, columns):
+        there = e.b.icmp_signed("<", e.i64(c), n_cols)
+        out.append(e.add(y, e.mul(stride, e.b.select(there, e.i64(c), last))))
+    return out
+
+
+def _tile(runs, size, nbytes, limit, steps, columns, ahead):
+    n_runs = size // RUN
+
+    @emitted("w y y_stride out out_stride n n_rows n_cols add")
+    def tile(e, w, y, y_stride, out, out_stride, n, n_rows, n_cols, add):
+        """16 rows x columns: n panel blocks at w by activations at y; the old outputs are added if add is 1."""
+        ys = column_addresses(e, y, y_stride, columns, n_cols)
+
+        def block(i, *acc):
+            wi, offset = e.add(w, e.mul(i, nbytes)), e.mul(i, n_runs * ACT)
+            cols = [e.add(a, offset) for a in ys]
+
+            def prefetch(r, count=1, base=wi):  # evenly, before the loads of a run; a line left out stalls all
+                if r < n_runs:
+                    for at in range(r * nbytes // n_runs // 64 * 64, (r + count) * nbytes // n_runs, 64):
+                        e.prefetch(base, ahead + at)
+
+            if steps == 1:
+                return accumulate(e, runs(e, wi, 0), cols, acc, limit, prefetch if ahead else None)
+
+            def step(j, *acc):
+                if ahead:
+                    prefetch(0, n_runs // steps, e.add(wi, e.mul(j, nbytes // steps)))
+                offset = e.mul(j, n_runs // steps * ACT)
+                return accumulate(e, runs(e, wi, j), [e.add(c, offset) for c in cols], acc, limit)
+
+            return e.loop(steps, list(acc), step)
+
+        outputs = Outputs(e, out, out_stride, columns, n_rows, n_cols)
+        outputs.store(e.loop(n, outputs.load(add), block))
+
+    return tile
+
+
+@functools.cache
+def panel_tile(type_name, columns):
+    """Emitted tile of a type's panels, fastest for exactly that many columns.
+
+    Prefetch is on where arithmetic takes about as long as memory: from 3 columns, or below 4 bits a weight.
+    """
+    p = types.by_name(type_name).quant.panel
+    ahead = AHEAD if columns >= 3 or p.nbytes * 8 < 4 * ROWS * p.blck_size else 0
+    return _tile(p.runs, p.blck_size, p.nbytes, p.limit, p.steps, columns, ahead)
+
+
+# ---- unpacked panels: one form for all types ------------------------------------------------------------------------
+
+
+class Unpacked(NamedTuple):
+    """A run of 32: 8 operands of value + 128, then f32[16] scale (one or two), then as many minimums if there are."""
+
+    parts: int
+    minimum: bool
+
+    @property
+    def nbytes(self):
+        """Bytes of a run."""
+        return 512 + 64 * self.parts * (2 if self.minimum else 1)
+
+
+def unpacked_form(type_name):
+    """The unpacked form of a type."""
+    p = types.by_name(type_name).quant.panel
+    return Unpacked(p.parts, p.minimum)
+
+
+@functools.cache
+def unpacked_tile(parts, minimum, columns):
+    """Emitted tile of unpacked runs."""
+
+    def runs(e, w, step):
+        out = []
+        for j in range(parts):
+            operands = [e.load_bytes(w, 64 * g) for g in range(8 // parts * j, 8 // parts * (j + 1))]
+            m = e.load_f32(w, 512 + 64 * (parts + j)) if minimum else None
+            out.append(Part(operands, e.load_f32(w, 512 + 64 * j), 7, m))
+        yield out
+
+    return _tile(runs, RUN, Unpacked(parts, minimum).nbytes, 255, 1, columns, 0)
+
+
+def _store_unpacked(e, at, parts):
+    """One run in unpacked form: factors of operands divided out, offsets made 128."""
+    g = 0
+    for j, part in enumerate(parts):
+        offset = 0 if part.offset_shift is None else 1 << part.offset_shift >> part.factor
+        for operand in part.operands:
+            x = e.shr(operand, part.factor)  # bits below the factor are zero: none come in from the neighbour
+            e.store(at, e.iadd(x, e.bytes_const(128 - offset)) if offset != 128 else x, 64 * g)
+            g += 1
+        scale = e.fmul(part.scale, e.f32_const(2.0**part.factor)) if part.factor else part.scale
+        e.store(at, scale, 512 + 64 * j)
+        if part.minimum is not None:
+            e.store(at, part.minimum, 512 + 64 * (len(parts) + j))
+
+
+@functools.cache
+def unpack(type_name):
+    """Emitted (w, u, n): n panel blocks at w to unpacked runs at u."""
+    p = types.by_name(type_name).quant.panel
+    runs, size, nbytes, steps = p.runs, p.blck_size, p.nbytes, p.steps
+    u_nbytes = unpacked_form(type_name).nbytes
+
+    @emitted("w u n")
+    def unpack_blocks(e, w, u, n):
+        def block(i):
+            wi, at = e.add(w, e.mul(i, nbytes)), e.add(u, e.mul(i, size // RUN * u_nbytes))
+
+            def step(j):
+                base = e.add(at, e.mul(j, size // RUN // steps * u_nbytes)) if steps > 1 else at
+                for r, parts in enumerate(runs(e, wi, j)):
+                    _store_unpacked(e, e.add(base, r * u_nbytes), parts)
+                return []
+
+            if steps == 1:
+                step(0)
+            else:
+                e.loop(steps, [], step)
+            return []
+
+        e.loop(n, [], block)
+
+    return unpack_blocks
+
+
+def check_panel(type_name):
+    """Emit a type's panel block into a scrap function and compare it with what its `Panel` says.
+
+    Raises:
+        ValueError: parts or minimum are not as said, or the runs do not cover the block.
+    """
+    p = types.by_name(type_name).quant.panel
+    scrap = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [I64]), "scrap")
+    e = Emit(ir.IRBuilder(scrap.append_basic_block()), "avx2")
+    found = list(p.runs(e, scrap.args[0], 0 if p.steps == 1 else e.i64(0)))
+    given = {(len(r), r[0].minimum is not None, sum(len(part.operands) for part in r)) for r in found}
+    if given != {(p.parts, p.minimum, 8)} or len(found) * p.steps * RUN != p.blck_size:
+        raise ValueError(f"check_panel: runs of {type_name} must be as its panel says, got {given}, {len(found)} runs")
+
+
+# ---- packing -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def pack_panel(type_name):
+    """Jitted (src, src_offs, src_row_stride, n_rows, dst, dst_offs, k): rows of file blocks to one panel.
+
+    Rows that are missing (n_rows < 16) become zeros. k is the number of weights in a row.
+    """
+    t = types.by_name(type_name)
+    p = t.quant.panel
+    pack_block, size, nbytes = p.pack_block, t.blck_size, p.nbytes
+    file_nbytes, per = t.type_size, p.blck_size // t.blck_size
+    if per != 1:
+        raise NotImplementedError(f"pack_panel: a panel block must be one file block, got {per} of {type_name}")
+
+    @jitted
+    def pack(src, src_offs, src_row_stride, n_rows, dst, dst_offs, k):
+        for i in range(k // size):
+            to = dst_offs + i * nbytes
+            if n_rows < 16:
+                for j in range(0, nbytes, 4):
+                    memory.store_u32(dst, to + j, 0)
+            for r in range(n_rows):
+                pack_block(src, src_offs + r * src_row_stride + i * file_nbytes, dst, to, r)
+
+    return pack

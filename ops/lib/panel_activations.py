@@ -1,0 +1,160 @@
+"""Activations in the forms that the tiles of matrix products read, one copy for all users of a source.
+
+act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
+
+| bytes | content |
+|---|---|
+| 0..3 | d, f32: max abs of the 32 values / 127 |
+| 4..11 | d * sum of the codes of each half, f32 |
+| 12..15 | d * sum of all codes, f32 |
+| 16..23 | -sum of each half, i32 |
+| 24..27 | -sum of all, i32 |
+| 32..63 | codes rint(x / d), int8 in -127..127 |
+
+act_f32 and act_bf16: the values as f32, or rounded to bf16 with K padded to even by a zero.
+
+The kernels split rows and K evenly between threads, so that one row is shared as well.
+"""
+
+import functools
+
+from ggjit.jit import kernel, lazy_module
+from ggjit.ops.lib.emit import I8, I32, emitted, vector
+from ggjit.ops.lib.panel import ACT, CODES, D, NEG_SUM, NEG_SUMS, SUM, SUMS
+
+memory = lazy_module("ggjit.ops.lib.memory")
+
+LOADS = {"F32": "load_f32", "F16": "load_f16", "BF16": "load_bf16"}
+SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+BLOCKS = {"Q8_0": (32, 34), "Q8_1": (32, 36), "Q8_K": (256, 292)}  # values and bytes of ggml's own int8 forms
+CODES_AT = {"Q8_0": 2, "Q8_1": 4, "Q8_K": 4}  # offset of their codes
+CHUNK = 1024  # values that a thread takes at least in a conversion
+
+
+def _store_record(e, out, d, codes):
+    """Write a record: d in 16 lanes, codes as two i32 operands."""
+    b, sums = e.b, []
+    for half, q in enumerate(codes):
+        partial = q[0]
+        for v in q[1:]:
+            partial = b.add(partial, v)
+        sums.append(e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, partial))
+        for p, v in enumerate(q):
+            e.store_value(out, CODES + 16 * half + p * e.lanes, b.trunc(v, vector(I8, e.lanes)))
+    sums.append(b.add(*sums))
+    scale = b.extract_element(d[0], I32(0))
+    e.store_value(out, D, scale)
+    for s, at, negative_at in zip(sums, (SUMS, SUMS + 4, SUM), (NEG_SUMS, NEG_SUMS + 4, NEG_SUM), strict=True):
+        e.store_value(out, at, b.fmul(scale, b.sitofp(s, scale.type)))
+        e.store_value(out, negative_at, b.neg(s))
+    e.store_value(out, NEG_SUM + 4, I32(0))
+
+
+def _largest(e, x):
+    """The largest magnitude of f32 operands in 16 lanes, compared as integers: a NaN is larger than all numbers."""
+    b = e.b
+    bits = [v for part in x for v in e.and_i32(e.f32_bits(part), 0x7FFFFFFF)]
+    while len(bits) > 1:
+        bits = [b.select(b.icmp_signed(">", u, v), u, v) for u, v in zip(bits[::2], bits[1::2], strict=True)]
+    top = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, bits[0])
+    return e.bits_to_f32([e.splat(top)] * e.parts)
+
+
+def _quantize_runs(load, size):
+    @emitted("x out n")
+    def quantize_runs(e, x, out, n):
+        """Records of n runs of 32 values at x."""
+        b = e.b
+
+        def run(i):
+            xi, to = e.add(x, e.mul(i, 32 * size)), e.add(out, e.mul(i, ACT))
+            values = [getattr(e, load)(xi, 16 * size * half) for half in range(2)]
+            d = e.map(b.fdiv, _largest(e, values), e.f32_const(127.0))
+            zero = [b.fcmp_ordered("==", v, z) for v, z in zip(d, e.zero_f32(), strict=True)]
+            divisor = e.map(b.select, zero, e.f32_const(1.0), d)
+            codes, low = [], e.f32_const(-127.0)
+            for v in values:  # d is below the exact quotient where it is subnormal: limit the codes
+                q = e.fneg(e.fmax(low, e.fneg(e.map(b.fdiv, v, divisor))))
+                codes.append(e.rint_i32(e.fmax(low, q)))
+            _store_record(e, to, d, codes)
+            return []
+
+        e.loop(n, [], run)
+
+    return quantize_runs
+
+
+def _copy_blocks(type_name):
+    (values, nbytes), codes_at = BLOCKS[type_name], CODES_AT[type_name]
+
+    @emitted("x out n")
+    def copy_blocks(e, x, out, n):
+        """Records of n int8 blocks at x."""
+
+        def block(i):
+            xi, to = e.add(x, e.mul(i, nbytes)), e.add(out, e.mul(i, values // 32 * ACT))
+            d = e.splat_f32(xi) if type_name == "Q8_K" else e.splat_f16(xi)
+            for r in range(values // 32):
+                codes = [e.load_u8_as_i32(xi, codes_at + 32 * r + 16 * h, signed=True) for h in range(2)]
+                _store_record(e, e.add(to, r * ACT), d, codes)
+            return []
+
+        e.loop(n, [], block)
+
+    return copy_blocks
+
+
+@functools.cache
+def quantize_kernel(type_name):
+    """Kernel: src0 of a float type, or already int8 in ggml's Q8_0, Q8_1 or Q8_K, to act_q8 records in dst.
+
+    src0 needs nb[0] equal to the type's size; dst is I8 {2 * ne0, ne1, ne2, ne3}, contiguous.
+    """
+    if type_name in BLOCKS:
+        convert, (unit, unit_nbytes) = _copy_blocks(type_name), BLOCKS[type_name]
+    else:
+        convert = _quantize_runs(LOADS[type_name], SIZES[type_name])
+        unit, unit_nbytes = 32, 32 * SIZES[type_name]
+
+    @kernel
+    def act_q8(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+        per_row = src0_ne[0] // unit
+        total = per_row * src0_ne[1] * src0_ne[2] * src0_ne[3]
+        at, end = total * ith // nth, total * (ith + 1) // nth
+        source, target = memory.address(src0), memory.address(dst)
+        while at < end:
+            row, first = at // per_row, at % per_row
+            n = end - at if end - at < per_row - first else per_row - first
+            i1, i2, i3 = row % src0_ne[1], row // src0_ne[1] % src0_ne[2], row // (src0_ne[1] * src0_ne[2])
+            offs = i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3] + first * unit_nbytes
+            convert(source + offs, target + at * (unit * 2), n)
+            at += n
+
+    return act_q8
+
+
+@functools.cache
+def convert_kernel(type_name, to):
+    """Kernel: src0 of a float type to contiguous rows of F32 or BF16 in dst, its ne[0] rounded up to even for BF16.
+
+    src0 needs nb[0] equal to the type's size.
+    """
+    load, store = memory.loader(type_name), memory.storer(to)
+    size, to_size = SIZES[type_name], SIZES[to]
+
+    @kernel
+    def act_float(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+        per_row = (dst_ne[0] + CHUNK - 1) // CHUNK
+        total = per_row * src0_ne[1] * src0_ne[2] * src0_ne[3]
+        for at in range(total * ith // nth, total * (ith + 1) // nth):
+            row, first = at // per_row, at % per_row * CHUNK
+            i1, i2, i3 = row % src0_ne[1], row // src0_ne[1] % src0_ne[2], row // (src0_ne[1] * src0_ne[2])
+            offs = i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3]
+            target = row * dst_ne[0] * to_size
+            end = first + CHUNK if first + CHUNK < src0_ne[0] else src0_ne[0]
+            for i in range(first, end):
+                store(dst, target + i * to_size, load(src0, offs + i * size))
+            if end == src0_ne[0] and dst_ne[0] > end:
+                store(dst, target + end * to_size, 0.0)
+
+    return act_float

@@ -1,0 +1,353 @@
+"""Kernels of the matrix product: which weights, how many columns, how the work is shared.
+
+    few_kernel     up to 16 columns: tiles of 1, 2, 3, 4, 6 or 8 columns read the panel itself
+    many_kernel    more: K in slices, a group of panels prepared once in the thread's scratch (quantized: unpacked; F16:
+                   widened), then every column against it
+    pack_kernel    rows to panels, for weights that are packed when they are loaded
+
+Weights are panels already (`packed`), or rows with any strides, which a thread packs 16 at a time into its scratch, so that
+the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
+
+Sources: src0 weights {ne00, ne01, ne02, ne03}; src1 activations in the form of `weights(...).activations`, rows i1 of
+matrices i2, i3. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples of ne02 and ne03.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from ggjit import types
+from ggjit.jit import jitted, kernel, lazy_module
+from ggjit.ops.lib import float_panel, panel
+from ggjit.ops.lib.emit import ROWS
+
+atomics = lazy_module("ggjit.ops.lib.atomics")
+memory = lazy_module("ggjit.ops.lib.memory")
+
+LINE = 64  # the chunk counter's line at the start of the work buffer
+COLUMNS = (1, 2, 3, 4, 6, 8)
+FEW = 16  # columns up to which tiles read the panel itself
+MIN_CHUNK = 8192  # bytes of weights that are worth a step of the counter
+SCRATCH = 256 << 10  # bytes of prepared panels, to stay in L2
+SLICE = {"F32": 256, "F16": 256, "BF16": 512}  # k of a slice; quantized types: QUANT_SLICE
+QUANT_SLICE = 1024
+
+
+class Weights(NamedTuple):
+    """What the kernels need to know of a type.
+
+    Attributes:
+        unit: k of a panel unit.
+        nbytes: bytes of a panel unit (16 rows).
+        row_nbytes: bytes of a unit in a row of the file.
+        y_nbytes: bytes of a unit's activations.
+        activations: "act_q8", "act_bf16" or "act_f32".
+        pack: jitted (src, src_offs, src_row_stride, n_rows, dst, dst_offs, k).
+    """
+
+    unit: int
+    nbytes: int
+    row_nbytes: int
+    y_nbytes: int
+    activations: str
+    pack: Any
+
+
+@functools.cache
+def weights(type_name):
+    """The `Weights` of a type."""
+    if type_name in float_panel.UNITS:
+        unit, size = float_panel.UNITS[type_name], float_panel.SIZES[type_name]
+        kind = "act_bf16" if type_name == "BF16" else "act_f32"
+        return Weights(unit, float_panel.NBYTES[type_name], unit * size, 4, kind, float_panel.pack_float_panel(type_name))
+    t = types.by_name(type_name)
+    p = t.quant.panel
+    size = p.blck_size // t.blck_size * t.type_size
+    y_nbytes = p.blck_size // panel.RUN * panel.ACT
+    return Weights(p.blck_size, p.nbytes, size, y_nbytes, "act_q8", panel.pack_panel(type_name))
+
+
+def panel_nbytes(type, ne0, ne1=ROWS):
+    """Bytes of a matrix {ne0, ne1} as panels.
+
+    Args:
+        type: the Type of the weights.
+        ne0: weights in a row.
+        ne1: rows, filled up to a multiple of 16.
+    """
+    if type.name in float_panel.UNITS:
+        unit, nbytes = float_panel.UNITS[type.name], float_panel.NBYTES[type.name]
+    else:
+        unit, nbytes = type.quant.panel.blck_size, type.quant.panel.nbytes
+    return -(-ne1 // ROWS) * -(-ne0 // unit) * nbytes
+
+
+# ---- sharing work ------------------------------------------------------------------------------------------------------
+
+
+@jitted
+def chunk_size(rest, least, nth):
+    """Size of the next chunk of `rest` units: half an even share, so that chunks get smaller and threads end together."""
+    size = (rest + 2 * nth - 1) // (2 * nth)
+    size = size if size > least else least
+    return size if size < rest else rest
+
+
+@jitted
+def next_chunk(work, number, start, end, least, total, nth):
+    """The chunk after chunk `number` = [start, end) for this thread: (number, start, end); start == total: no more.
+
+    Begin with number -1, start and end 0. One thread gets everything at once.
+    """
+    if nth == 1:
+        return number + 1, end, total
+    taken = atomics.fetch_add(work, 0, 1)
+    while number < taken and end < total:
+        number, start, end = number + 1, end, end + chunk_size(total - end, least, nth)
+    return (number, start, end) if number == taken else (number, total, total)
+
+
+# ---- few columns -------------------------------------------------------------------------------------------------------
+
+
+def tile_columns(n):
+    """Columns of the tile for n of them: the least cost of its passes, about 4 columns' worth for each."""
+    return min(COLUMNS, key=lambda c: -(-n // c) * (c + 4))
+
+
+@functools.cache
+def few_kernel(type_name, columns, packed, along=1):
+    """Kernel for up to 16 columns, a tile of `columns` at a time.
+
+    Args:
+        type_name: type of the weights.
+        columns: columns of the tile.
+        packed: src0 holds panels; else rows, packed into the thread's scratch.
+        along: dimension of src1 that columns lie along; 2 where each matrix has one column and several share weights.
+    """
+    unit, nbytes, _, _, _, pack = weights(type_name)
+    floats = type_name in float_panel.UNITS
+    tile = float_panel.float_tile(type_name, columns) if floats else panel.panel_tile(type_name, columns)
+
+    @kernel(counter=True)
+    def mul_mat_few(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
+    ):
+        n_units = (src0_ne[0] + unit - 1) // unit
+        size = n_units * nbytes
+        n_panels = (src0_ne[1] + 15) // 16
+        r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
+        n_cols, repeats = src1_ne[1], r2
+        if along == 2:
+            n_cols, repeats = r2, 1
+        total = n_panels * src0_ne[2] * src0_ne[3]
+        least = (MIN_CHUNK + size - 1) // (size + 1)
+        least = least if least > 1 else 1
+        scratch = 64 + ith * ((size + 63) // 64 * 64)
+        number, start, end = next_chunk(work, -1, 0, 0, least, total, nth)
+        while start < total:
+            for at in range(start, end):
+                p, matrix = at % n_panels, at // n_panels
+                i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
+                n_rows = src0_ne[1] - 16 * p
+                if packed:
+                    w = memory.address(src0) + at * size
+                else:
+                    rows = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1]
+                    pack(src0, rows, src0_nb[1], n_rows if n_rows < 16 else 16, work, scratch, src0_ne[0])
+                    w = memory.address(work) + scratch
+                for j in range(repeats * r3):
+                    i2, i3 = i02 * r2 + j % repeats, i03 * r3 + j // repeats
+                    y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3]
+                    out = memory.address(dst) + i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * p
+                    for c in range(0, n_cols, columns):
+                        y_c, out_c = y + c * src1_nb[along], out + c * dst_nb[along]
+                        tile(w, y_c, src1_nb[along], out_c, dst_nb[along], n_units, n_rows, n_cols - c, 0)
+            number, start, end = next_chunk(work, number, start, end, least, total, nth)
+
+    return mul_mat_few
+
+
+def few_work_size(type, ne00, packed, nth):
+    """Scratch of `few_kernel` for nth threads, the counter's line not counted."""
+    return 0 if packed else nth * -(-panel_nbytes(type, ne00) // 64) * 64
+
+
+# ---- many columns --------------------------------------------------------------------------------------------------
+
+
+class Prepared(NamedTuple):
+    """Panels as the tile of many columns reads them.
+
+    Attributes:
+        nbytes: bytes of a unit in scratch; 0: the panel is read where it is.
+        packed_nbytes: bytes of a unit of a panel that is packed on the way; 0: none.
+        tile: emitted tile.
+        columns: of the tile.
+        convert: emitted (w, u, n) from panel units to scratch; None if packing gives what the tile reads.
+        n_scale: tile units in a panel unit.
+    """
+
+    nbytes: int
+    packed_nbytes: int
+    tile: Any
+    columns: int
+    convert: Any
+    n_scale: int
+
+
+def many_columns(type_name, level):
+    """Columns of the tile for many columns at a CPU level."""
+    if type_name in float_panel.UNITS:
+        return {"avx512": 12, "avx2": 6}.get(level, 3)
+    return {"avx512": 8, "avx2": 4}.get(level, 2)
+
+
+@functools.cache
+def prepared(type_name, packed):
+    """The `Prepared` of a type."""
+    from ggjit.jit import cpu_level
+
+    columns, w = many_columns(type_name, cpu_level()), weights(type_name)
+    if type_name not in float_panel.UNITS:
+        form = panel.unpacked_form(type_name)
+        tile = panel.unpacked_tile(form.parts, form.minimum, columns)
+        runs = w.unit // panel.RUN
+        return Prepared(runs * form.nbytes, 0 if packed else w.nbytes, tile, columns, panel.unpack(type_name), runs)
+    if type_name == "F16":
+        tile = float_panel.float_tile("F32", columns)
+        return Prepared(64, 0 if packed else w.nbytes, tile, columns, float_panel.widen_f16, 1)
+    return Prepared(0 if packed else w.nbytes, 0, float_panel.float_tile(type_name, columns), columns, None, 1)
+
+
+def slice_units(type_name):
+    """Panel units in a slice of K."""
+    return SLICE.get(type_name, QUANT_SLICE) // weights(type_name).unit
+
+
+@jitted
+def share(n_panels, n_matrices, n_cols, slot, columns, nth):
+    """Panels in a group and columns in a chunk.
+
+    A group is what fits the scratch, but small enough that each thread gets four; where there are too few panels for
+    that, columns are cut as well, in pieces of at least four tiles (each piece prepares its panels again).
+    """
+    fits = SCRATCH // (slot if slot > 0 else 1)
+    fits = fits if fits > 1 else 1
+    want = 4 * nth if nth > 1 else 1
+    group = n_panels * n_matrices // want
+    group = fits if group > fits else group
+    group = group if group > 1 else 1
+    pieces = (n_panels + group - 1) // group * n_matrices
+    chunks = (want + pieces - 1) // pieces if pieces > 0 else 1
+    tiles = (n_cols + columns - 1) // columns
+    chunk = (tiles + chunks - 1) // chunks
+    return group, (chunk if chunk > 4 else 4) * columns
+
+
+def many_work_size(type, ne00, packed, nth):
+    """Scratch of `many_kernel` for nth threads, the counter's line not counted."""
+    form, w = prepared(type.name, packed), weights(type.name)
+    n = min(slice_units(type.name), -(-ne00 // w.unit))
+    slots = max(SCRATCH, n * form.nbytes) if form.nbytes else 0
+    return nth * (-(-slots // 64) + -(-(n * form.packed_nbytes) // 64)) * 64
+
+
+@functools.cache
+def many_kernel(type_name, packed):
+    """Kernel for more than 16 columns."""
+    unit, nbytes, row_nbytes, y_nbytes, _, pack = weights(type_name)
+    u_nbytes, packed_nbytes, tile, columns, convert, n_scale = prepared(type_name, packed)
+    in_place, converts = u_nbytes == 0, convert is not None
+    kb = slice_units(type_name)
+
+    @jitted
+    def prepare(src0, offs, row_stride, n_rows, k, n, work, u, scratch):
+        """A slice of n units (k weights) of a panel to work[u:]; offs is that of the slice in src0."""
+        if packed:
+            if converts:
+                convert(memory.address(src0) + offs, memory.address(work) + u, n)
+        elif converts:
+            pack(src0, offs, row_stride, n_rows, work, scratch, k)
+            convert(memory.address(work) + scratch, memory.address(work) + u, n)
+        else:
+            pack(src0, offs, row_stride, n_rows, work, u, k)
+
+    @kernel(counter=True)
+    def mul_mat_many(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
+    ):
+        n_units = (src0_ne[0] + unit - 1) // unit
+        n_panels, n_cols = (src0_ne[1] + 15) // 16, src1_ne[1]
+        r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
+        slice_n = kb if kb < n_units else n_units
+        slot = slice_n * u_nbytes
+        group, chunk = share(
+            n_panels, src0_ne[2] * src0_ne[3], n_cols, slice_n * (nbytes if in_place else u_nbytes), columns, nth
+        )
+        n_groups, n_chunks = (n_panels + group - 1) // group, (n_cols + chunk - 1) // chunk
+        total = n_groups * n_chunks * src0_ne[2] * src0_ne[3]
+        slots = ((slot if slot > SCRATCH else SCRATCH) + 63) // 64 * 64 if u_nbytes else 0
+        base = 64 + ith * (slots + (slice_n * packed_nbytes + 63) // 64 * 64)
+        scratch = base + slots
+        number, start, end = next_chunk(work, -1, 0, 0, 1, total, nth)
+        while start < total:
+            for at in range(start, end):
+                g, c0 = at % n_groups, at // n_groups % n_chunks * chunk
+                matrix = at // (n_groups * n_chunks)
+                i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
+                first = g * group
+                last = first + group if first + group < n_panels else n_panels
+                c1 = c0 + chunk if c0 + chunk < n_cols else n_cols
+                for k0 in range(0, n_units, kb):
+                    m = kb if k0 + kb < n_units else n_units - k0
+                    k = m * unit if (k0 + m) * unit < src0_ne[0] else src0_ne[0] - k0 * unit
+                    for p in range(first, last):
+                        n_rows = src0_ne[1] - 16 * p
+                        if packed:
+                            offs = ((matrix * n_panels + p) * n_units + k0) * nbytes
+                        else:
+                            offs = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1] + k0 * row_nbytes
+                        rows = n_rows if n_rows < 16 else 16
+                        prepare(src0, offs, src0_nb[1], rows, k, m, work, base + (p - first) * slot, scratch)
+                    for j in range(r2 * r3):
+                        i2, i3 = i02 * r2 + j % r2, i03 * r3 + j // r2
+                        y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3] + k0 * y_nbytes
+                        out = memory.address(dst) + i2 * dst_nb[2] + i3 * dst_nb[3]
+                        for c in range(c0, c1, columns):
+                            for p in range(first, last):
+                                w = memory.address(work) + base + (p - first) * slot
+                                if in_place:
+                                    w = memory.address(src0) + ((matrix * n_panels + p) * n_units + k0) * nbytes
+                                tile(
+                                    w, y + c * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p, dst_nb[1],
+                                    m * n_scale, src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
+                                )  # fmt: skip
+            number, start, end = next_chunk(work, number, start, end, 1, total, nth)
+
+    return mul_mat_many
+
+
+# ---- packing a whole matrix ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def pack_kernel(type_name):
+    """Kernel: rows of src0 {ne0, ne1, ne2, ne3}, any strides above nb[0], to panels in dst, matrix after matrix.
+
+    dst takes `panel_nbytes` for each matrix; its own ne and nb are not looked at.
+    """
+    unit, nbytes, _, _, _, pack = weights(type_name)
+
+    @kernel
+    def pack_panels(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+        size = (src0_ne[0] + unit - 1) // unit * nbytes
+        n_panels = (src0_ne[1] + 15) // 16
+        total = n_panels * src0_ne[2] * src0_ne[3]
+        for at in range(total * ith // nth, total * (ith + 1) // nth):
+            p, matrix = at % n_panels, at // n_panels
+            i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
+            offs = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1]
+            n_rows = src0_ne[1] - 16 * p
+            pack(src0, offs, src0_nb[1], n_rows if n_rows < 16 else 16, dst, at * size, src0_ne[0])
+
+    return pack_panels

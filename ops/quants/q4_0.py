@@ -1,0 +1,99 @@
+"""Q4_0: 32 weights in 18 bytes, 4.5 bits a weight; weight = d * (q - 8).
+
+| bytes | content |
+|---|---|
+| 0..1 | d, f16 |
+| 2..17 | q, 4 bits: byte 2 + k has weight k in the low and weight k + 16 in the high half |
+
+Panel block (288 bytes): 16 d f16 | 4 operands: k-group g in the low, k-group g + 4 in the high halves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggjit import types
+from ggjit.jit import jitted, lazy_module
+from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.quants.nibbles import join_nibbles, load_nibbles, nibble_operands, split_nibbles
+from ggjit.ops.quants.quant import (
+    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, load_f16, register, to_blocks,
+)  # fmt: skip
+
+memory = lazy_module("ggjit.ops.lib.memory")
+TYPE = types.by_name("Q4_0")
+SIZE, NBYTES = 32, 18
+assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 16)
+
+
+def quantize(x: Floats) -> Bytes:
+    """Quantize rows: d = (the value of largest magnitude) / -8, q = x / d + 8 rounded, at most 15."""
+    x = to_blocks(x, SIZE)
+    d = np.take_along_axis(x, np.abs(x).argmax(2)[..., None], 2)[..., 0] / np.float32(-8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        q = np.nan_to_num(x * inverse(d)[..., None] + np.float32(8.5))
+    q = np.clip(q, 0, 15).astype(np.uint8)
+    return np.concatenate([f16_bytes(d), join_nibbles(q)], 2).reshape(len(x), -1)
+
+
+def dequantize(b: Bytes) -> Floats:
+    """Values of rows of blocks."""
+    b = from_bytes(b, NBYTES)
+    q = split_nibbles(b[..., 2:]).astype(np.int8) - np.int8(8)
+    return (load_f16(b[..., :2]) * q).astype(np.float32).reshape(len(b), -1)
+
+
+@jitted
+def quantize_row(src, src_offs, dst, dst_offs, n):
+    """Quantize n f32 to blocks, as `quantize`."""
+    for i in range(n // 32):
+        x, y = src_offs + 128 * i, dst_offs + 18 * i
+        top = np.float32(0)
+        for j in range(32):
+            v = memory.load_f32(src, x + 4 * j)
+            top = v if abs(v) > abs(top) else top
+        d = top / np.float32(-8)
+        scale = np.float32(1) / d if d != 0 else np.float32(0)
+        memory.store_f16(dst, y, d)
+        for j in range(16):
+            low, high = memory.load_f32(src, x + 4 * j) * scale, memory.load_f32(src, x + 64 + 4 * j) * scale
+            low = clamp(low + np.float32(8.5), np.float32(0), np.float32(15))
+            high = clamp(high + np.float32(8.5), np.float32(0), np.float32(15))
+            memory.store_u8(dst, y + 2 + j, int(low) | int(high) << 4)
+
+
+@emitted("src dst n")
+def dequantize_blocks(e, src, dst, n):
+    """Values of n blocks."""
+
+    def body(i):
+        x, y = e.add(src, e.mul(i, NBYTES)), e.add(dst, e.mul(i, 4 * SIZE))
+        d = e.splat_f16(x)
+        for half, q in enumerate(nibble_operands(e, x, 2)):
+            e.store(y, e.fmul(e.fsub(q, e.f32_const(8.0)), d), 64 * half)
+        return []
+
+    e.loop(n, [], body)
+
+
+@jitted
+def dequantize_row(src, src_offs, dst, dst_offs, n):
+    """Values of blocks, n f32."""
+    dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 32)
+
+
+@jitted
+def pack_block(src, src_offs, dst, dst_offs, row):
+    """A block of a row to its places in a panel block."""
+    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
+    for g in range(4):
+        memory.store_u32(dst, dst_offs + 32 + 64 * g + 4 * row, memory.load_u32(src, src_offs + 2 + 4 * g))
+
+
+def runs(e, w, step):
+    """The run of a panel block."""
+    d = e.load_f16(w, ordered=True)
+    return [[Part(load_nibbles(e, w, 32), d, 3)]]
+
+
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, Panel(32, 288, 15, pack_block, runs)))

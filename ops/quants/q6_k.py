@@ -1,0 +1,226 @@
+"""Q6_K: 256 weights in 210 bytes, 6.5625 bits a weight; weight = d * scale * (q - 32), a scale for each 16.
+
+| bytes | content |
+|---|---|
+| 0..127 | ql, low 4 bits of q |
+| 128..191 | qh, high 2 bits of q |
+| 192..207 | 16 scales, int8 |
+| 208..209 | d, f16 |
+
+Weights 128 h + 32 j + k (h 0..1, j 0..3, k 0..31): low bits in byte 64 h + 32 (j & 1) + k of ql, low half for j < 2 and high
+half for j >= 2; high bits in bits 2 j and 2 j + 1 of byte 32 h + k of qh.
+
+Panel block (3360 bytes): 16 d f16 | 8 runs of (16 scales, 16 scales, 6 operands). Three operands hold four k-groups: groups
+0 to 2 in bits 0..5, and group 3 two bits each in the top bits of the three.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggjit import types
+from ggjit.jit import jitted, lazy_module
+from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.quants.quant import (
+    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, load_f16, register, to_blocks,
+)  # fmt: skip
+
+memory = lazy_module("ggjit.ops.lib.memory")
+TYPE = types.by_name("Q6_K")
+SIZE, NBYTES = 256, 210
+QH, SCALES, D = 128, 192, 208
+assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 128 + 64 + 16 + 2)
+TINY = np.float32(1e-15)  # magnitudes below it count as zero
+STEPS = (0, *range(-9, 0), *range(1, 10))  # candidates: the largest value gets the code -(32 + step / 10)
+
+
+def quantize(x: Floats) -> Bytes:
+    """Quantize rows.
+
+    The scale of 16 weights is the one of 19 candidates with the least error weighted by x^2, each refined by least
+    squares; scales are then rounded to multiples of d and the codes chosen anew.
+    """
+    x = to_blocks(x, SIZE)
+    rows, n = x.shape[:2]
+    group = x.reshape(rows, n, 16, 16)
+    scale = _best_scales(group.reshape(-1, 16)).reshape(rows, n, 16)
+    top = np.take_along_axis(scale, np.abs(scale).argmax(2)[..., None], 2)[..., 0]
+    zero = np.abs(top) < TINY
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        to_code = np.where(zero, 0, np.float32(-128) / top).astype(np.float32)
+        d = inverse(to_code)
+        scales = np.minimum(np.rint(to_code[..., None] * scale), 127).astype(np.int8)
+        step = load_f16(f16_bytes(d)) * scales
+        code = np.clip(np.rint(group / step[..., None]), -32, 31)
+    q = (np.nan_to_num(np.where(step[..., None] == 0, 0, code)) + 32).astype(np.uint8)
+    q[zero] = 0
+    q = q.reshape(rows, n, 2, 4, 32)
+    low = q[..., :2, :] & 15 | q[..., 2:, :] << 4
+    high = (q >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, dtype=np.uint8)
+    parts = low.reshape(rows, n, -1), high.reshape(rows, n, -1), scales.view(np.uint8), f16_bytes(d)
+    return np.where(zero[..., None], np.uint8(0), np.concatenate(parts, 2)).reshape(rows, -1)
+
+
+def _best_scales(x: Floats) -> Floats:
+    """The scale of each row of 16."""
+    top = np.take_along_axis(x, np.abs(x).argmax(1)[:, None], 1)[:, 0]
+    best, scale = np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
+    for step in STEPS:
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            to_code = -(np.float32(32) + np.float32(0.1) * np.float32(step)) / top
+            code = np.nan_to_num(np.clip(np.rint(x * to_code[:, None]), -32, 31))
+        xq, qq = np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
+        for i in range(16):  # one after the other, as the compiled form sums
+            w = x[:, i] * x[:, i]
+            xq += w * x[:, i] * code[:, i]
+            qq += w * code[:, i] * code[:, i]
+        better = (qq > 0) & (xq * xq > best * qq)
+        fitted = xq / np.where(qq > 0, qq, 1)
+        scale, best = np.where(better, fitted, scale), np.where(better, fitted * xq, best)
+    return np.where(np.abs(top) < TINY, np.float32(0), scale)
+
+
+def dequantize(b: Bytes) -> Floats:
+    """Values of rows of blocks."""
+    b = from_bytes(b, NBYTES)
+    rows, n = b.shape[:2]
+    low = b[..., :QH].reshape(rows, n, 2, 2, 32)
+    low = np.concatenate([low & 15, low >> 4], 3)
+    high = b[..., QH:SCALES].reshape(rows, n, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    q = (low | high << 4).view(np.int8) - np.int8(32)
+    step = load_f16(b[..., D:]) * b[..., SCALES:D].view(np.int8)
+    return (step[..., None] * q.reshape(rows, n, 16, 16)).astype(np.float32).reshape(rows, -1)
+
+
+@jitted
+def best_scale(src, x):
+    """The scale of 16 f32."""
+    top = np.float32(0)
+    for i in range(16):
+        v = memory.load_f32(src, x + 4 * i)
+        top = v if abs(v) > abs(top) else top
+    best = scale = np.float32(0)
+    if abs(top) < np.float32(1e-15):
+        return scale
+    for k in range(19):
+        step = k if k == 0 else (k - 10 if k < 10 else k - 9)
+        to_code = -(np.float32(32) + np.float32(0.1) * np.float32(step)) / top
+        xq = qq = np.float32(0)
+        for i in range(16):
+            v = memory.load_f32(src, x + 4 * i)
+            code = clamp(nearest(v * to_code), np.float32(-32), np.float32(31))
+            w = v * v
+            xq += w * v * code
+            qq += w * code * code
+        if qq > 0 and xq * xq > best * qq:
+            scale = xq / qq
+            best = scale * xq
+    return scale
+
+
+@jitted
+def nearest(v):
+    """Nearest integer of a float of magnitude below 2^22, ties to even."""
+    return v + np.float32(12582912.0) - np.float32(12582912.0)
+
+
+@jitted
+def quantize_row(src, src_offs, dst, dst_offs, n):
+    """Quantize n f32 to blocks, as `quantize`."""
+    for i in range(n // 256):
+        x, y = src_offs + 1024 * i, dst_offs + 210 * i
+        for j in range(210):
+            memory.store_u8(dst, y + j, 0)
+        top = np.float32(0)
+        for g in range(16):
+            s = best_scale(src, x + 64 * g)
+            top = s if abs(s) > abs(top) else top
+        if abs(top) < np.float32(1e-15):
+            continue
+        to_code = np.float32(-128) / top
+        memory.store_f16(dst, y + D, np.float32(1) / to_code)
+        d = memory.load_f16(dst, y + D)
+        for g in range(16):
+            code = int(clamp(nearest(to_code * best_scale(src, x + 64 * g)), np.float32(-128), np.float32(127)))
+            memory.store_i8(dst, y + SCALES + g, code)
+            quantize_group(src, x + 64 * g, dst, y, g, d * np.float32(code))
+
+
+@jitted
+def quantize_group(src, x, dst, y, g, step):
+    """Write the codes of group g into a block that held zeros."""
+    h, j = g // 8, g // 2 % 4
+    for k in range(16):
+        q = 32
+        if step != 0:
+            v = clamp(memory.load_f32(src, x + 4 * k) / step, np.float32(-32), np.float32(31))
+            q = int(nearest(v)) + 32
+        at = y + 64 * h + 32 * (j & 1) + 16 * (g & 1) + k
+        memory.store_u8(dst, at, memory.load_u8(dst, at) | (q & 15) << 4 * (j >> 1))
+        at = y + QH + 32 * h + 16 * (g & 1) + k
+        memory.store_u8(dst, at, memory.load_u8(dst, at) | q >> 4 << 2 * j)
+
+
+@emitted("src dst n")
+def dequantize_blocks(e, src, dst, n):
+    """Values of n blocks."""
+
+    def body(i):
+        x, y = e.add(src, e.mul(i, NBYTES)), e.add(dst, e.mul(i, 4 * SIZE))
+        d = e.splat_f16(x, D)
+        for g in range(16):
+            h, j, part = g // 8, g // 2 % 4, 16 * (g & 1)
+            low = e.load_u8_as_i32(x, 64 * h + 32 * (j & 1) + part)
+            high = e.load_u8_as_i32(x, QH + 32 * h + part)
+            low = e.shr_i32(low, 4) if j >= 2 else e.and_i32(low, 15)
+            high = e.shl_i32(e.and_i32(e.shr_i32(high, 2 * j), 3), 4)
+            step = e.fmul(d, e.splat_i8_as_f32(x, SCALES + g))
+            q = e.fsub(e.to_f32(e.or_(low, high)), e.f32_const(32.0))
+            e.store(y, e.fmul(q, step), 64 * g)
+        return []
+
+    e.loop(n, [], body)
+
+
+@jitted
+def dequantize_row(src, src_offs, dst, dst_offs, n):
+    """Values of blocks, n f32."""
+    dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
+
+
+@jitted
+def four_codes(src, x, h, j, k):
+    """Weights 128 h + 32 j + k to + 3 of a block: 6-bit values in the bytes of a word."""
+    low = memory.load_u32(src, x + 64 * h + 32 * (j & 1) + k) >> 4 * (j >> 1) & 0x0F0F0F0F
+    return low | (memory.load_u32(src, x + QH + 32 * h + k) >> 2 * j & 0x03030303) << 4
+
+
+@jitted
+def pack_block(src, src_offs, dst, dst_offs, row):
+    """A block of a row to its places in a panel block."""
+    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs + D))
+    for g in range(16):
+        h, j, part = g // 8, g // 2 % 4, 16 * (g & 1)
+        run = dst_offs + 32 + 416 * (g // 2)
+        memory.store_u8(dst, run + part + row, memory.load_u8(src, src_offs + SCALES + g))
+        fourth = four_codes(src, src_offs, h, j, part + 12)
+        for i in range(3):
+            x = four_codes(src, src_offs, h, j, part + 4 * i) | (fourth >> 4 - 2 * i & 0x03030303) << 6
+            memory.store_u32(dst, run + 32 + 64 * (3 * (g & 1) + i) + 4 * row, x)
+
+
+def runs(e, w, step):
+    """Run `step` of a panel block."""
+    d, w = e.load_f16(w), e.add(w, e.add(e.mul(step, 416), 32))
+    scales = [e.fmul(d, e.to_f32(e.load_u8_as_i32(w, 16 * s, signed=True))) for s in range(2)]
+    parts = []
+    for s in range(2):
+        x = [e.load_bytes(w, 32 + 64 * (3 * s + i)) for i in range(3)]
+        tops = e.or_(e.and_(e.shr(x[0], 2), 0x30), e.and_(e.shr(x[1], 4), 0x0C))
+        tops = e.or_(tops, e.and_(e.shr(x[2], 6), 3))
+        parts.append(Part([*(e.and_(v, 63) for v in x), tops], scales[s], 5))
+    return [parts]
+
+
+PANEL = Panel(256, 3360, 63, pack_block, runs, steps=8, parts=2)
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))

@@ -1,0 +1,97 @@
+"""Q8_0: 32 weights in 34 bytes, 8.5 bits a weight; weight = d * q.
+
+| bytes | content |
+|---|---|
+| 0..1 | d, f16 |
+| 2..33 | q, int8, weight k in byte 2 + k |
+
+Panel block (544 bytes): 16 d f16 | 8 operands of q + 128.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggjit import types
+from ggjit.jit import jitted, lazy_module
+from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.quants.quant import (
+    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, load_f16, register, round_away, to_blocks,
+)  # fmt: skip
+
+memory = lazy_module("ggjit.ops.lib.memory")
+TYPE = types.by_name("Q8_0")
+SIZE, NBYTES = 32, 34
+assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 32)
+
+
+def quantize(x: Floats) -> Bytes:
+    """Quantize rows: d = max |x| / 127, q = round(x / d), ties away from zero."""
+    x = to_blocks(x, SIZE)
+    d = np.abs(x).max(2) / np.float32(127)
+    with np.errstate(invalid="ignore", over="ignore"):
+        q = round_away(x * inverse(d)[..., None])
+    q = np.clip(np.nan_to_num(q), -128, 127).astype(np.int8)
+    return np.concatenate([f16_bytes(d), q.view(np.uint8)], 2).reshape(len(x), -1)
+
+
+def dequantize(b: Bytes) -> Floats:
+    """Values of rows of blocks."""
+    b = from_bytes(b, NBYTES)
+    return (load_f16(b[..., :2]) * b[..., 2:].view(np.int8)).astype(np.float32).reshape(len(b), -1)
+
+
+@jitted
+def quantize_row(src, src_offs, dst, dst_offs, n):
+    """Quantize n f32 to blocks, as `quantize`."""
+    for i in range(n // 32):
+        x, y = src_offs + 128 * i, dst_offs + 34 * i
+        top = np.float32(0)
+        for j in range(32):
+            v = abs(memory.load_f32(src, x + 4 * j))
+            top = v if v > top else top
+        d = top / np.float32(127)
+        scale = np.float32(1) / d if d > 0 else np.float32(0)
+        memory.store_f16(dst, y, d)
+        for j in range(32):
+            v = clamp(memory.load_f32(src, x + 4 * j) * scale, np.float32(-128), np.float32(127))
+            memory.store_i8(dst, y + 2 + j, int(v + np.copysign(np.float32(0.5), v)))
+
+
+@emitted("src dst n")
+def dequantize_blocks(e, src, dst, n):
+    """Values of n blocks."""
+
+    def body(i):
+        x, y = e.add(src, e.mul(i, NBYTES)), e.add(dst, e.mul(i, 4 * SIZE))
+        d = e.splat_f16(x)
+        for half in range(2):
+            q = e.to_f32(e.load_u8_as_i32(x, 2 + 16 * half, signed=True))
+            e.store(y, e.fmul(q, d), 64 * half)
+        return []
+
+    e.loop(n, [], body)
+
+
+@jitted
+def dequantize_row(src, src_offs, dst, dst_offs, n):
+    """Values of blocks, n f32."""
+    dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 32)
+
+
+@jitted
+def pack_block(src, src_offs, dst, dst_offs, row):
+    """A block of a row to its places in a panel block."""
+    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
+    for g in range(8):
+        q = memory.load_u32(src, src_offs + 2 + 4 * g) ^ 0x80808080
+        memory.store_u32(dst, dst_offs + 32 + 64 * g + 4 * row, q)
+
+
+def runs(e, w, step):
+    """The run of a panel block."""
+    d = e.load_f16(w, ordered=True)
+    return [[Part([e.load_bytes(w, 32 + 64 * g) for g in range(8)], d, 7)]]
+
+
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, Panel(32, 544, 255, pack_block, runs)))
