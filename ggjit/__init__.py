@@ -68,11 +68,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Names that are loaded on first use, and every op and type: `gg.mul_mat`, `gg.Q4_0`."""
     import importlib
+    import importlib.util
 
     if name.startswith("__"):
         raise AttributeError(f"module 'ggjit' has no attribute {name!r}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if importlib.util.find_spec(f"ggjit.{name}") is not None:  # a submodule: `from ggjit import jit` looks here first
+        return importlib.import_module(f"ggjit.{name}")
     ops = importlib.import_module("ggjit.ops")
     if name in getattr(ops, "__all__", ()):
         return getattr(ops, name)
