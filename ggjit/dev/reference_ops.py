@@ -73,6 +73,12 @@ def _argument(value: Any, sources: Sequence[Tensor | None]) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _builder(name: str) -> Callable[..., Tensor]:
+    if name not in ops.__all__:
+        raise Unsupported("ops", name)
+    return getattr(ops, name)  # type: ignore[no-any-return]
+
+
 def _call(case: Case, sources: Sequence[Tensor | None]) -> Tensor:
     """Call the builder as the case called ggml's."""
     call = case.meta["call"]
@@ -84,10 +90,7 @@ def _call(case: Case, sources: Sequence[Tensor | None]) -> Tensor:
         keywords["inplace"] = True
     for setter, _, value in call.get("post") or []:
         keywords[_SETTERS[setter]] = _argument(value, sources)
-    builder = getattr(ops, name, None)
-    if builder is None or name not in ops.__all__:
-        raise Unsupported("ops", name)
-    return builder(*args, **keywords)  # type: ignore[no-any-return]
+    return _builder(name)(*args, **keywords)
 
 
 def _missing(node: Tensor) -> Unsupported:
@@ -257,7 +260,7 @@ def _equal(what: str, got: Array, allowed: Sequence[Array], kind: Type, exact: b
 def _decode_by_graph(coded: Array, kind: Type, n_threads: int) -> Array:
     with Context(ARENA, no_alloc=True):
         rows = _rows(coded, kind)
-        node = ops.get_rows(rows, gg.from_numpy(np.arange(len(coded), dtype=np.int32)))
+        node = _builder("get_rows")(rows, gg.from_numpy(np.arange(len(coded), dtype=np.int32)))
         if not node.op.supported(node):
             raise _missing(node)
         gg.build(node).compute(n_threads=n_threads)
@@ -277,7 +280,7 @@ def _encode_by_graph(x: Array, kind: Type, n_threads: int) -> Array | None:
     """Rows converted by the compiled program; None where run-time conversion to the type is not offered."""
     with Context(ARENA, no_alloc=True):
         try:
-            node = ops.cpy(gg.from_numpy(x), gg.new_tensor(kind, *x.shape[::-1]))
+            node = _builder("cpy")(gg.from_numpy(x), gg.new_tensor(kind, *x.shape[::-1]))
         except NotImplementedError:
             return None
         if not node.op.supported(node):
