@@ -1,0 +1,458 @@
+"""Memory for tensors: cutting a buffer in order, and planning a graph's intermediates.
+
+`TensorAllocator` hands out pieces of one buffer, one after the other. `GraphAllocator` gives every tensor of a graph an
+offset before anything runs. It walks the nodes in execution order; a node takes the best fitting free block, or writes
+over a source that nobody reads after it, and a block is free again once its last reader has its place:
+
+    MLP 256 -> 1024 -> 256, 4 tokens     offset 0            16384     20480
+      mul_mat  up                        [ 16384           ]
+      add      bias   in place           [ 16384           ]
+      relu            in place           [ 16384           ]
+      mul_mat  down                      [ 16384           ] [ 4096 ]
+      add      bias   in place                               [ 4096 ]
+
+Three kinds of tensors are not planned: those that have data of their own (weights, caches), views (they lie where the
+tensor that they show lies), and leafs are planned but never given away, so what was put in an input is still there
+after a run. Results that no node reads and tensors marked as outputs are never given away either.
+
+A plan serves any graph of the same structure whose tensors are not larger. The structure is all that the plan rests on:
+ops, sources, views, marks, which tensors have own data, and the layouts that let a node write in place.
+
+Source: ggml_tallocr and ggml_gallocr.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ggjit.backend import Buffer, BufferType, init_view, tensor_alloc
+from ggjit.op import NONE
+from ggjit.tensor import FLAG_INPUT, FLAG_OUTPUT, Tensor
+
+_OPEN = 1 << 62  # size of the last free block: memory that no tensor has reached yet
+_MARKS = FLAG_INPUT | FLAG_OUTPUT
+
+
+class TensorAllocator:
+    """Hands out pieces of one buffer in order.
+
+    Args:
+        buffer: to cut.
+
+    Attributes:
+        offset: bytes handed out.
+
+    Source: ggml_tallocr.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.offset = -buffer.base % buffer.type.alignment
+
+    def alloc(self, tensor: Tensor) -> None:
+        """Give a tensor the next piece.
+
+        Raises:
+            MemoryError: the rest of the buffer is too small.
+            ValueError: the tensor has data, or is a view.
+        """
+        size = self.buffer.type.padded_size(tensor)
+        if self.offset + size > self.buffer.size:
+            raise MemoryError(
+                f"TensorAllocator: the tensor must fit the buffer, got {size} bytes and {self.buffer.size - self.offset} left of "
+                f"{self.buffer.size} ('{tensor.name}')"
+            )
+        tensor_alloc(self.buffer, tensor, self.buffer.base + self.offset)
+        self.offset += size
+
+
+class FreeBlocks:
+    """The free blocks of one buffer, by offset; the last one has no end.
+
+    Attributes:
+        peak: highest byte that was ever taken.
+    """
+
+    def __init__(self) -> None:
+        self.offsets, self.sizes, self.peak = [0], [_OPEN], 0
+
+    def take(self, size: int) -> int:
+        """Take the smallest block that is large enough (the last of equal ones); open memory only if none is."""
+        if size == 0:
+            return 0
+        sizes = self.sizes
+        found, least = len(sizes) - 1, _OPEN - 1
+        for i in range(len(sizes) - 1):
+            if size <= sizes[i] <= least:
+                found, least = i, sizes[i]
+        offset = self.offsets[found]
+        if sizes[found] == size:
+            del self.offsets[found], sizes[found]
+        else:
+            self.offsets[found] += size
+            sizes[found] -= size
+        self.peak = max(self.peak, offset + size)
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        """Give a block back; it joins its free neighbours."""
+        if size == 0:
+            return
+        offsets, sizes = self.offsets, self.sizes
+        i = bisect_left(offsets, offset)
+        if offset + size == offsets[i]:  # the last block is above every offset that was taken
+            offsets[i], sizes[i] = offset, sizes[i] + size
+        else:
+            offsets.insert(i, offset)
+            sizes.insert(i, size)
+        if i and offsets[i - 1] + sizes[i - 1] == offset:
+            sizes[i - 1] += sizes[i]
+            del offsets[i], sizes[i]
+
+
+class Tensors(Protocol):
+    """What is planned: a `Graph`, or a scheduler's copy of one."""
+
+    nodes: list[Tensor]
+    leafs: list[Tensor]
+
+
+class Placement(NamedTuple):
+    """Where a plan puts one tensor.
+
+    Attributes:
+        kind: "planned", "view" (of what `inplace` tells) or "external" (it has data of its own).
+        buffer_id: index of the buffer; -1 if not planned.
+        offset: in the buffer.
+        size: bytes of the slot, rounded up to the alignment.
+        inplace: position of the source whose memory it takes over, -1 if none.
+        first, last: positions of the nodes between which the slot is in use.
+    """
+
+    kind: str
+    buffer_id: int = -1
+    offset: int = 0
+    size: int = 0
+    inplace: int = -1
+    first: int = 0
+    last: int = 0
+
+
+class _Shape(NamedTuple):
+    """What a plan rests on for one tensor, its size aside; tensors are told by their positions."""
+
+    op: int
+    marks: int
+    external: bool
+    root: int
+    sources: tuple[int, ...]
+
+
+@dataclass
+class Plan:
+    """Places of all tensors of a graph. Positions count the leafs, then the nodes.
+
+    Attributes:
+        placements: for each tensor.
+        sizes: bytes that each buffer needs.
+        n_leafs: number of leafs.
+    """
+
+    placements: list[Placement]
+    sizes: list[int]
+    n_leafs: int
+    shapes: list[_Shape] = field(repr=False)
+
+    def fit(self, graph: Tensors, types: Sequence[BufferType], is_own: Callable[[Tensor], bool]) -> str | None:
+        """Why the plan cannot serve a graph, None if it can."""
+        tensors = [*graph.leafs, *graph.nodes]
+        if len(graph.leafs) != self.n_leafs or len(tensors) != len(self.placements):
+            planned = len(self.placements) - self.n_leafs
+            return (
+                f"{planned} nodes and {self.n_leafs} leafs are planned, got {len(graph.nodes)} and {len(graph.leafs)}"
+            )
+        shapes = _shapes(tensors, is_own)
+        if shapes != self.shapes:
+            i = next(i for i, (a, b) in enumerate(zip(shapes, self.shapes, strict=True)) if a != b)
+            return f"'{tensors[i].name}' is planned as {self.shapes[i]}, got {shapes[i]}"
+        for t, p in zip(tensors, self.placements, strict=True):
+            if p.buffer_id < 0:
+                continue
+            size = types[p.buffer_id].alloc_size(t)
+            if size > p.size:
+                return f"{p.size} bytes are planned for '{t.name}', got {size}"
+            if p.inplace >= 0 and not _takes_over(t, tensors[p.inplace]):
+                return f"'{t.name}' is planned in place of '{tensors[p.inplace].name}', whose layout differs now"
+        return None
+
+
+def _takes_over(t: Tensor, source: Tensor) -> bool:
+    """Do a node and a source have the same layout and begin at the same byte?"""
+    same = t.ne == source.ne and t.nb == source.nb and t.type is source.type
+    return same and (source.view_src is None or source.view_offs == 0)
+
+
+def _shapes(tensors: Sequence[Tensor], is_own: Callable[[Tensor], bool]) -> list[_Shape]:
+    """The structure of a graph.
+
+    Raises:
+        ValueError: a view shows a tensor that is neither in the graph nor has data.
+    """
+    index = {t: i for i, t in enumerate(tensors)}
+    index_of, shapes = index.__getitem__, []
+    for t in tensors:
+        root, external = -1, False
+        if t.view_src is not None:
+            root = index.get(t.view_src, -1)
+            if root < 0 and t.view_src.data == 0:
+                raise ValueError(
+                    f"GraphAllocator: a viewed tensor must be in the graph or have data, got none ('{t.view_src.name}')"
+                )
+        else:
+            external = t.data != 0 and not is_own(t)
+        sources = tuple([index_of(s) for s in t.src if s is not None])
+        shapes.append(_Shape(t.op.id, t.flags & _MARKS, external, root, sources))
+    return shapes
+
+
+class _Planner:
+    """One walk over a graph."""
+
+    def __init__(self, graph: Tensors, types: Sequence[BufferType], is_own: Callable[[Tensor], bool],
+                 node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None) -> None:  # fmt: skip
+        self.types = types
+        self.tensors = tensors = [*graph.leafs, *graph.nodes]
+        self.n_leafs, n = len(graph.leafs), len(tensors)
+        self.buffer_ids = [*(leaf_ids or [0] * self.n_leafs), *(node_ids or [0] * (n - self.n_leafs))]
+        if len(self.buffer_ids) != n or not all(0 <= b < len(types) for b in self.buffer_ids):
+            raise ValueError(
+                f"GraphAllocator: each node and leaf must have a buffer id below {len(types)}, got {self.buffer_ids}"
+            )
+        # A type that is given twice has one block list: its later indices stand for the first one.
+        self.buffer_ids = [types.index(types[b]) for b in self.buffer_ids]
+        self.shapes = _shapes(tensors, is_own)
+        self.free = [FreeBlocks() for _ in types]
+        self.children, self.views = [0] * n, [0] * n
+        self.kept = [s.op == NONE.id or bool(s.marks & FLAG_OUTPUT) for s in self.shapes]
+        self.taken = [False] * n  # does the tensor own its slot now?
+        self.offsets, self.sizes, self.inplace = [0] * n, [0] * n, [-1] * n
+        self.first, self.last = [0] * n, [max(n - self.n_leafs - 1, 0)] * n
+
+    def run(self) -> Plan:
+        """Place all tensors."""
+        shapes, n_leafs = self.shapes, self.n_leafs
+        children, views = self.children, self.views
+        for i, s in enumerate(shapes):
+            if s.root >= 0:
+                views[s.root] += 1
+                self.kept[s.root] |= self.kept[i]
+            if i >= n_leafs:
+                for j in s.sources:
+                    children[j] += 1
+        for i in range(n_leafs):
+            self.place(i, 0)
+        for i, s in enumerate(shapes):
+            # What is set before the run must not lie where an earlier node writes.
+            if i >= n_leafs and (s.marks & FLAG_INPUT or s.op == NONE.id):
+                self.place(i, 0)
+        for i in range(n_leafs, len(shapes)):
+            step = i - n_leafs
+            self.place(i, step)
+            for j in shapes[i].sources:
+                children[j] -= 1
+                if children[j] == 0 and views[j] == 0:
+                    self.release(j, step)
+        return self.plan()
+
+    def place(self, i: int, step: int) -> None:
+        """Give tensor `i` its offset, if it needs one and has none."""
+        shape = self.shapes[i]
+        if shape.external or self.tensors[i].view_src is not None or self.taken[i]:
+            return
+        self.taken[i], self.first[i] = True, step
+        if self.tensors[i].op.inplace and self.take_over(i, step):
+            return
+        self.sizes[i] = self.types[self.buffer_ids[i]].padded_size(self.tensors[i])
+        self.offsets[i] = self.free[self.buffer_ids[i]].take(self.sizes[i])
+
+    def take_over(self, i: int, step: int) -> bool:
+        """Put node `i` where a source lies that only this node still reads."""
+        tensors, shapes, children, views = self.tensors, self.shapes, self.children, self.views
+        for j in shapes[i].sources:
+            if children[j] != 1 or views[j]:
+                continue
+            owner = j
+            if tensors[j].view_src is not None:
+                owner = shapes[j].root
+                if owner < 0 or views[owner] != 1 or children[owner]:
+                    continue
+            if not self.taken[owner] or self.kept[owner] or self.buffer_ids[owner] != self.buffer_ids[i]:
+                continue
+            if not _takes_over(tensors[i], tensors[j]):
+                continue
+            size = self.types[self.buffer_ids[i]].padded_size(tensors[i])
+            if size > self.sizes[owner]:
+                continue
+            self.offsets[i], self.sizes[i], self.inplace[i] = self.offsets[owner], size, j
+            self.free[self.buffer_ids[i]].give(self.offsets[i] + size, self.sizes[owner] - size)
+            self.taken[owner], self.last[owner] = False, step
+            return True
+        return False
+
+    def release(self, j: int, step: int) -> None:
+        """Free what tensor `j`, which has no reader left, holds: its own slot or its share in what it shows."""
+        if self.tensors[j].view_src is not None:
+            j = self.shapes[j].root
+            if j < 0:
+                return
+            self.views[j] -= 1
+            if self.views[j] or self.children[j]:
+                return
+        if self.taken[j] and not self.kept[j]:
+            self.taken[j], self.last[j] = False, step
+            self.free[self.buffer_ids[j]].give(self.offsets[j], self.sizes[j])
+
+    def plan(self) -> Plan:
+        """What was decided."""
+        placements = []
+        for i, s in enumerate(self.shapes):
+            if s.external:
+                placements.append(Placement("external"))
+            elif self.tensors[i].view_src is not None:
+                placements.append(Placement("view"))
+            else:
+                placements.append(Placement(
+                    "planned", self.buffer_ids[i], self.offsets[i], self.sizes[i], self.inplace[i], self.first[i], self.last[i]
+                ))  # fmt: skip
+        return Plan(placements, [f.peak for f in self.free], self.n_leafs, self.shapes)
+
+
+class GraphAllocator:
+    """Plans and holds the memory of graphs' intermediates.
+
+    Args:
+        types: the buffer type, or one for each backend. A type given twice has one buffer.
+
+    Attributes:
+        plan: the plan in force, None before the first `reserve`.
+        buffers: the buffers, None where a plan needs no memory.
+
+    Source: ggml_gallocr.
+    """
+
+    def __init__(self, types: BufferType | Sequence[BufferType]) -> None:
+        self.types: tuple[BufferType, ...] = (types,) if isinstance(types, BufferType) else tuple(types)
+        if not self.types:
+            raise ValueError("GraphAllocator: at least one buffer type must be given, got none")
+        self.buffers: list[Buffer | None] = [None] * len(self.types)
+        self.plan: Plan | None = None
+        self._made: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+    def _is_own(self, t: Tensor) -> bool:
+        """Did this allocator place the tensor?"""
+        buffer = t.buffer
+        return buffer is not None and buffer in self._made
+
+    def measure(
+        self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
+    ) -> Plan:
+        """Plan a graph without keeping the plan or allocating anything; see `reserve`."""
+        return _Planner(graph, self.types, self._is_own, node_ids, leaf_ids).run()
+
+    def reserve(
+        self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
+    ) -> Plan:
+        """Plan a graph and allocate the buffers that became too small; no tensor is touched.
+
+        Args:
+            graph: usually the largest that will come.
+            node_ids: index of the buffer for each node, by default 0.
+            leaf_ids: the same for each leaf.
+
+        Returns:
+            The plan, which replaces the one before.
+
+        Raises:
+            ValueError: bad buffer ids, or a view whose source is not in the graph and has no data.
+            MemoryError: there is not enough memory.
+
+        Source: ggml_gallocr_reserve_n.
+        """
+        plan = self.measure(graph, node_ids, leaf_ids)
+        self.plan = None  # if memory runs out, nothing is planned
+        for i, (type, size) in enumerate(zip(self.types, plan.sizes, strict=True)):
+            buffer = self.buffers[i]
+            if size > (0 if buffer is None else buffer.size):
+                self.buffers[i] = None  # the old one may go before the new one comes
+                del buffer
+                new = type.new_buffer(size, "compute")
+                self._made.add(new)
+                self.buffers[i] = new
+        self.plan = plan
+        return plan
+
+    def misfit(self, graph: Tensors) -> str | None:
+        """Why the plan in force cannot serve a graph, in words; None if it can."""
+        if self.plan is None:
+            return "nothing is planned yet"
+        return self.plan.fit(graph, self.types, self._is_own)
+
+    def needs_realloc(self, graph: Tensors) -> bool:
+        """Must the graph be planned anew?
+
+        Source: ggml_gallocr_needs_realloc.
+        """
+        return self.misfit(graph) is not None
+
+    def alloc_graph(self, graph: Tensors) -> bool:
+        """Give every tensor of a graph its data and buffer.
+
+        What tensors of other graphs held in this allocator's memory is lost.
+
+        Args:
+            graph: one that the plan in force serves; with one buffer type any graph, which is then planned first.
+
+        Returns:
+            False if the graph must be planned anew and there are several buffer types: call `reserve` with the buffer
+            ids of this graph.
+
+        Raises:
+            ValueError: a view whose source is not in the graph and has no data.
+            MemoryError: there is not enough memory.
+
+        Source: ggml_gallocr_alloc_graph.
+        """
+        if self.needs_realloc(graph):
+            if len(self.types) > 1:
+                return False
+            self.reserve(graph)
+        assert self.plan is not None
+        for buffer in self.buffers:
+            if buffer is not None:
+                buffer.reset()
+        views = []
+        for t, p in zip([*graph.leafs, *graph.nodes], self.plan.placements, strict=True):
+            if p.kind == "view":
+                views.append(t)
+            elif p.kind == "planned":
+                buffer = self.buffers[p.buffer_id]
+                if buffer is None:  # a plan of nothing but empty tensors
+                    buffer = self.buffers[p.buffer_id] = self.types[p.buffer_id].new_buffer(0, "compute")
+                    self._made.add(buffer)
+                t.buffer, t.data = buffer, buffer.base + p.offset
+                buffer.init_tensor(t)
+        for t in views:
+            init_view(t)
+        return True
+
+    def get_buffer_size(self, buffer_id: int = 0) -> int:
+        """Bytes of a buffer; 0 for a type that an earlier index has.
+
+        Source: ggml_gallocr_get_buffer_size.
+        """
+        buffer = self.buffers[buffer_id]
+        return 0 if buffer is None else buffer.size
