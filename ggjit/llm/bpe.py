@@ -9,6 +9,7 @@ vocabulary here, and a result that still holds one is spelled out afterwards.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from ggjit.gguf import GgufFile, ValueType
@@ -18,7 +19,7 @@ from ggjit.llm.vocab import Vocab, get_array
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["BYTE_OF", "BpeMerger", "decode_like_llama"]
+__all__ = ["BYTE_OF", "BpeMerger", "decode"]
 
 
 def _byte_characters() -> dict[int, str]:
@@ -31,36 +32,12 @@ def _byte_characters() -> dict[int, str]:
 CHARACTER_OF = _byte_characters()
 BYTE_OF = {character: byte for byte, character in CHARACTER_OF.items()}
 
-
-def _character(data: bytes) -> tuple[str, int]:
-    """The character at the beginning of `data` and its bytes, by the bits of the first byte alone."""
-    for nbytes, mask, lead in ((2, 0xE0, 0xC0), (3, 0xF0, 0xE0), (4, 0xF8, 0xF0)):
-        rest = data[1:nbytes]
-        if data[0] & mask == lead and len(rest) == nbytes - 1 and all(byte & 0xC0 == 0x80 for byte in rest):
-            code = data[0] & ~mask & 0xFF
-            for byte in rest:
-                code = code << 6 | byte & 0x3F
-            if code < 0xD800 or 0xE000 <= code < 0x110000:
-                return chr(code), nbytes
-    return "\ufffd", 1
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
-def decode_like_llama(data: bytes) -> str:
-    """Decode UTF-8; of what is none, each byte becomes U+FFFD and characters in too many bytes are taken."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        head = data[: error.start].decode()
-        text, at = [head], error.start
-    while at < len(data):
-        if data[at] < 0x80:
-            text.append(chr(data[at]))
-            at += 1
-        else:
-            character, nbytes = _character(data[at : at + 4])
-            text.append(character)
-            at += nbytes
-    return "".join(text)
+def decode(data: bytes) -> str:
+    """Decode UTF-8; each byte that is part of none becomes U+FFFD, as in llama.cpp (and not one for several)."""
+    return _NOT_UTF8.sub("\ufffd", data.decode("utf-8", "surrogateescape"))
 
 
 def _library() -> type[tokenizers.Tokenizer]:
@@ -68,7 +45,8 @@ def _library() -> type[tokenizers.Tokenizer]:
         import tokenizers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "tokenizer: byte-level BPE vocabularies need the package tokenizers; pip install 'ggjit[llm]'", name=error.name
+            "tokenizer: byte-level BPE vocabularies need the package tokenizers; pip install 'ggjit[llm]'",
+            name=error.name,
         ) from None
     return tokenizers.Tokenizer
 
@@ -127,7 +105,7 @@ class BpeMerger:
         """Ids of a text."""
         if self._tokenizer is None:
             self._tokenizer = self._build()
-        ids: list[int] = self._tokenizer.encode(decode_like_llama(text), add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(decode(text), add_special_tokens=False).ids
         if self._spelled and max(ids, default=0) >= self._vocab.n:
             ids = [piece for id in ids for piece in self._spelled.get(id, (id,))]
         return ids

@@ -20,7 +20,19 @@ from ggjit.llm.bpe import BYTE_OF, BpeMerger
 from ggjit.llm.pretokenizers import PRE_TOKENIZERS
 from ggjit.llm.special import SpecialTokens
 from ggjit.llm.spm import BLANK, SpmMerger
-from ggjit.llm.vocab import BYTE, CONTROL, NORMAL, RSTRIP, UNKNOWN, UNUSED, USER_DEFINED, Roles, Vocab, get_bool, get_str
+from ggjit.llm.vocab import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    RSTRIP,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Roles,
+    Vocab,
+    get_bool,
+    get_str,
+)
 
 __all__ = ["KINDS", "StreamDecoder", "Tokenizer"]
 
@@ -137,7 +149,7 @@ class Tokenizer:
             else:
                 ids += self._encode(piece, after_special)
             after_special = isinstance(piece, int)
-        return ids + [self.eos] if add_special and self.add_eos else ids
+        return [*ids, self.eos] if add_special and self.add_eos else ids
 
     def _encode(self, text: bytes, after_special: bool) -> list[int]:
         return self._merger.encode(text)
@@ -173,7 +185,9 @@ class Tokenizer:
             self._pieces[id] = piece
         return piece
 
-    def detokenize_bytes(self, ids: Iterable[int], remove_special: bool = False, unparse_special: bool = False) -> bytes:
+    def detokenize_bytes(
+        self, ids: Iterable[int], remove_special: bool = False, unparse_special: bool = False
+    ) -> bytes:
         """As `detokenize`, without decoding."""
         ids = list(ids)
         strip = self.add_space_prefix
