@@ -94,7 +94,7 @@ def test_readme_commands_set_up_an_environment():
 
 def test_readme_graph_example():
     code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "gg.Context" in block)
-    assert python(code).split("\n")[0] == re.search(r"print\(y\.numpy\(\)\) +# (.*)", code)[1]
+    assert python(code).split("\n")[0] == re.search(r"print\(y\.numpy\(\)\.ravel\(\)\) +# (.*)", code)[1]
 
 
 def test_wheel_check_finds_missing_files(tmp_path):

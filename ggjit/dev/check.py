@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("ggjit", "ops", "pyproject.toml", "README.md", "LICENSE")
 
 # Run by the new environment's Python, in an empty folder.
 USE_WHEEL = """
@@ -34,9 +36,9 @@ with gg.Context(1 << 20):
     a = gg.from_numpy(np.full(3, 2, np.float32))
     b = gg.from_numpy(np.full(3, 1, np.float32))
     y = a * (x * x) + b
-    gg.Graph(y).compute(n_threads=2)
-    assert y.numpy().tolist() == [1, 3, 9], y.numpy()
-print("a * x^2 + b =", y.numpy().tolist())
+    gg.build(y).compute(n_threads=2)
+    assert y.numpy().ravel().tolist() == [1, 3, 9], y.numpy()
+print("a * x^2 + b =", y.numpy().ravel().tolist())
 """
 
 
@@ -82,7 +84,14 @@ def _wheel() -> bool:
     with tempfile.TemporaryDirectory(prefix="ggjit-wheel-") as name:
         folder = Path(name)
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-        if not _call(*pip, "wheel", "--no-deps", "-w", folder, ROOT):
+        # Built from a copy: a build leaves files that the next one would pick up.
+        source = folder / "source"
+        for item in SOURCES:
+            if (ROOT / item).is_dir():
+                shutil.copytree(ROOT / item, source / item, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / item, source / item)
+        if not _call(*pip, "wheel", "--no-deps", "-w", folder, source):
             return False
         (wheel,) = folder.glob("ggjit-*.whl")
         if missing := _missing(wheel):
