@@ -1,0 +1,198 @@
+"""mul_mat: the matrix product c = b a^T, with dimensions 2 and 3 as batch.
+
+    dst[m, n, i2, i3] = sum_k a[k, m, i2 / r2, i3 / r3] * b[k, n, i2, i3]      r2 = b.ne2 / a.ne2, r3 = b.ne3 / a.ne3
+
+Row m of a (a weight matrix as GGUF stores it) meets row n of b (a token's activations). Weights are read as panels of 16
+rows, packed when they are loaded (buffer type "panel") or on the way. Activations are brought into the form that the
+weights' type wants by a step of its own, shared by all products of the same b:
+
+    block types    int8 per 32 (act_q8)
+    F32, F16       f32, as it is
+    BF16           rounded to bf16
+
+Up to 16 columns tiles read the panel itself; for more it is prepared once per group of panels (see `panel_kernels`). The
+ladder of the tiles is in `panel` and `float_panel`. Every variant gives the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggjit import types
+from ggjit.jit import lazy_module
+from ggjit.op import Op
+from ggjit.tensor import Tensor, new_node
+
+kernels = lazy_module("ggjit.ops.lib.panel_kernels")
+activations = lazy_module("ggjit.ops.lib.panel_activations")
+
+__all__ = ["mul_mat"]
+
+MUL_MAT = Op("mul_mat", id=29, params=(("prec", "i32"), ("hint", "i32")), nmse=5e-4)
+FLOATS = (types.F32, types.F16, types.BF16)
+INT8 = tuple(types.by_name(name) for name in ("Q8_0", "Q8_1", "Q8_K"))  # what ggml makes of activations
+
+
+def check_mul_mat(op: Op, a: Tensor, b: Tensor) -> None:
+    """Check what every product of weights a with activations b needs of both.
+
+    Raises:
+        ValueError: a is transposed, sizes differ, or elements of a row are not next to each other.
+    """
+    names = f"('{a.name}', '{b.name}')"
+    if a.is_transposed:
+        raise ValueError(
+            f"{op.name}: src0 must not be transposed, got nb {list(a.nb)} ('{a.name}'); make it contiguous by cont"
+        )
+    if a.ne[0] != b.ne[0]:
+        raise ValueError(
+            f"{op.name}: src0.ne[0] must equal src1.ne[0], got {list(a.ne[: a.n_dims])} and {list(b.ne[: b.n_dims])} {names}"
+        )
+    for i, t in enumerate((a, b)):
+        if t.nb[0] != t.type.type_size:
+            raise ValueError(
+                f"{op.name}: src{i}.nb[0] must be the {t.type.type_size} bytes of {t.type.name}, got nb {list(t.nb)} "
+                f"('{t.name}'); make it contiguous by cont"
+            )
+
+
+def mul_mat(a: Tensor, b: Tensor, *, prec: int = 0, hint: int = 0) -> Tensor:
+    """Multiply matrices: each row of b with each row of a.
+
+    Args:
+        a: [k, m, n2, n3], any type with kernels; rows contiguous, other strides free. Not transposed.
+        b: f32, f16 or bf16 [k, n, N2, N3], or Q8_0, Q8_1, Q8_K where a has a block type; rows contiguous. n2 divides N2
+            and n3 divides N3: a is repeated.
+        prec: ggml's precision word; sums are f32 whatever it says.
+        hint: ggml's hint word; it does not change the result.
+
+    Returns:
+        f32 [m, n, N2, N3].
+
+    Raises:
+        ValueError: shapes or layouts do not fit.
+
+    Source: ggml_mul_mat, ggml_prec_set_acc, ggml_mul_mat_set_hint.
+    """
+    check_mul_mat(MUL_MAT, a, b)
+    if any(n % m if m else n for m, n in zip(a.ne[2:], b.ne[2:], strict=True)):
+        raise ValueError(
+            f"mul_mat: src0.ne[2:] must divide src1.ne[2:], got {list(a.ne)} and {list(b.ne)} ('{a.name}', '{b.name}')"
+        )
+    return new_node(MUL_MAT, types.F32, (a.ne[1], *b.ne[1:]), (a, b), (prec, hint))
+
+
+@MUL_MAT.reference
+def _(node, a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    repeats = [n // m if m else 1 for m, n in zip(a.shape[:2], b.shape[:2], strict=True)]
+    return b @ a.repeat(repeats[0], 0).repeat(repeats[1], 1).swapaxes(2, 3)
+
+
+# ---- lowering ------------------------------------------------------------------------------------------------------------
+
+
+def is_packed(a: Tensor) -> bool:
+    """Does a lie in memory that holds panels?"""
+    buffer = (a if a.view_src is None else a.view_src).buffer
+    return buffer is not None and buffer.type.name == "panel"
+
+
+def takes(a: Tensor, b: Tensor) -> bool:
+    """Are there kernels for the types, and are packed weights whole?"""
+    if a.type not in FLOATS and a.type.quant is None:
+        return False
+    if b.type not in FLOATS and (b.type not in INT8 or a.type in FLOATS):
+        return False
+    return not is_packed(a) or a.view_src is None or (a.view_src.ne == a.ne and a.view_offs == 0)
+
+
+@MUL_MAT.supports
+def _(node):
+    return takes(*node.src)
+
+
+def lower_activations(low, a: Tensor, b: Tensor) -> Tensor:
+    """The tensor that kernels for weights of a's type read for b; emits the step that fills it if it is new."""
+    kind = kernels.weights(a.type.name).activations
+    k, name = b.ne[0], b.type.name
+    if kind == "act_q8":
+        kernel, type_, ne = activations.quantize_kernel(name), types.I8, (2 * k, *b.ne[1:])
+    elif kind == "act_bf16":
+        kernel, type_, ne = activations.convert_kernel(name, "BF16"), types.BF16, (k + k % 2, *b.ne[1:])
+    elif b.type is types.F32:
+        return b
+    else:
+        kernel, type_, ne = activations.convert_kernel(name, "F32"), types.F32, b.ne
+    y, is_new = low.derived(b, kind, type_, ne, type_.type_size * int(np.prod(ne)))
+    if is_new:
+        low.emit(kernel, y, src=(b,))
+    return y
+
+
+@MUL_MAT.lower
+def _(low, node):
+    a, b = node.src
+    if not takes(a, b):
+        raise NotImplementedError(
+            f"mul_mat: the CPU must have kernels for the types, got {a.type.name} and {b.type.name} ('{node.name}')"
+        )
+    y = lower_activations(low, a, b)
+    packed, n = is_packed(a), b.ne[1]
+    along = 2 if n == 1 and b.ne[2] > a.ne[2] else 1
+    n = b.ne[2] // a.ne[2] if along == 2 else n
+    if n > kernels.FEW and along == 1:
+        kernel = kernels.many_kernel(a.type.name, packed)
+        work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads)
+    else:
+        kernel = kernels.few_kernel(a.type.name, kernels.tile_columns(n), packed, along)
+        work = kernels.few_work_size(a.type, a.ne[0], packed, low.n_threads)
+    low.emit(kernel, node, src=(a, y), work=work)
+
+
+@MUL_MAT.flops
+def _(node):
+    return 2 * node.src[0].ne[0] * node.nelements
+
+
+# ---- cases -------------------------------------------------------------------------------------------------------------
+
+
+@MUL_MAT.case("f32")
+def _(t):
+    return mul_mat(t("F32", 100, 37), t("F32", 100, 3))
+
+
+@MUL_MAT.case("f32 many columns")
+def _(t):
+    return mul_mat(t("F32", 300, 33), t("F32", 300, 29))
+
+
+@MUL_MAT.case("f16 odd")
+def _(t):
+    return mul_mat(t("F16", 67, 20), t("F32", 67, 5))
+
+
+@MUL_MAT.case("bf16 odd")
+def _(t):
+    return mul_mat(t("BF16", 67, 20), t("F32", 67, 5))
+
+
+@MUL_MAT.case("repeated in dimensions 2 and 3")
+def _(t):
+    return mul_mat(t("F16", 32, 5, 2, 2), t("F32", 32, 4, 6, 4))
+
+
+@MUL_MAT.case("one column for several heads")
+def _(t):
+    return mul_mat(t("F32", 64, 19, 2), t("F32", 64, 1, 6))
+
+
+@MUL_MAT.case("q4_0")
+def _(t):
+    return mul_mat(t("Q4_0", 256, 40), t("F32", 256, 1))
+
+
+@MUL_MAT.case("q6_k many columns")
+def _(t):
+    return mul_mat(t("Q6_K", 1280, 20), t("F32", 1280, 18))
