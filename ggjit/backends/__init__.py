@@ -1,0 +1,1 @@
+"""Backends: one module each. `cpu` is always there."""
