@@ -112,9 +112,9 @@ def _run(name: str, job: Callable[[], list[Difference]], tally: Tally) -> str:
         return "unsupported"
     except Exception as error:  # a case that raises has failed; the others go on
         where = traceback.extract_tb(error.__traceback__)[-1]
-        differences = [
-            Difference(f"{type(error).__name__} ({Path(where.filename).name}:{where.lineno}): {error}", float("inf"), 0)
-        ]
+        text = " ".join(str(error).split())
+        what = f"{type(error).__name__} ({Path(where.filename).name}:{where.lineno}): {text:.300}"
+        differences = [Difference(what, float("inf"), 0)]
     if not differences:
         tally.passed += 1
         return "passed"

@@ -289,8 +289,20 @@ def _encode_by_graph(x: Array, kind: Type, n_threads: int) -> Array | None:
         return node.bytes().copy()
 
 
+def _described(case: Case) -> str:
+    """What a case does, in short: `scale(f32[8x3])`."""
+    if "call" not in case.meta:
+        return f"{case.meta['kind']} {case.meta['pattern']} [{case.meta['n']}x{case.meta['rows']}]"
+    sources = []
+    for h in case.meta["srcs"]:
+        if h is not None and "ne" in h:
+            ne = [n for i, n in enumerate(h["ne"]) if i == 0 or any(m != 1 for m in h["ne"][i:])]
+            sources.append(f"{h['type']}[{'x'.join(map(str, ne))}]" + ("" if h["contiguous"] else "*"))
+    return f"{case.meta['call']['fn'].removeprefix('ggml_')}({', '.join(sources)})"
+
+
 def run_file(path: Path, threads: Sequence[int]) -> Iterator[tuple[str, Callable[[], list[Difference]]]]:
     """The cases of a file: (id, function that runs it)."""
     run = run_quant if path.stem.startswith("quantize_") else run_op
     for case in read_cases(path):
-        yield f"{path.stem} {case.id}", lambda case=case: run(case, threads)  # type: ignore[misc]
+        yield f"{path.stem} {case.id} {_described(case)}", lambda case=case: run(case, threads)  # type: ignore[misc]
