@@ -129,8 +129,8 @@ def run_alone(state):  # type: ignore[no-untyped-def]
             shared.store(times + 8 * (i + 1), shared.ticks())
 
 
-@words
-def publish(state, rows, first, last, times):  # type: ignore[no-untyped-def]
+@jitted
+def give_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     """Hand a job to the workers and return its number; `last` < 0 tells them to end.
 
     Only one job is out at a time: all threads have met at its last row when the next is published.
@@ -151,8 +151,8 @@ def publish(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     return job
 
 
-@words
-def run(state, job):  # type: ignore[no-untyped-def]
+@jitted
+def take_part(state, job):  # type: ignore[no-untyped-def]
     """The calling thread's share of the published job, as thread 0. Returns DONE, FAILURE or ABORTED."""
     times = shared.load(state + TIMES)
     if times:
@@ -167,12 +167,30 @@ def run(state, job):  # type: ignore[no-untyped-def]
 
 
 @words
+def execute(state, rows, first, last, times):  # type: ignore[no-untyped-def]
+    """Publish a job and take part in it: one call, so that the GIL is not needed in between."""
+    return take_part(state, give_job(state, rows, first, last, times))
+
+
+@words
+def publish(state, rows, first, last, times):  # type: ignore[no-untyped-def]
+    """Publish a job; the first half of `execute`, for pools whose workers must be woken by Python."""
+    return give_job(state, rows, first, last, times)
+
+
+@words
+def run(state, job):  # type: ignore[no-untyped-def]
+    """Take part in a published job; the second half of `execute`."""
+    return take_part(state, job)
+
+
+@words
 def read_ticks(_):  # type: ignore[no-untyped-def]
     """The CPU's time counter."""
     return shared.ticks()
 
 
-COMPILED: tuple[Words, ...] = (publish, run, read_ticks)
+COMPILED: tuple[Words, ...] = (execute, publish, run, read_ticks)
 
 
 @functools.cache
@@ -192,7 +210,7 @@ class Program:
     """A packed program.
 
     Args:
-        rows: int64 [n, 4]: entry, header, task, flags. Must stay as it is while the program lives.
+        rows: int64 [n, 4]: entry, header, task, flags. The caller keeps what they point to.
 
     Raises:
         ValueError: wrong shape, or a COUNTER row that no barrier precedes.

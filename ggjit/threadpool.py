@@ -85,7 +85,6 @@ class Pool:
             raise ValueError(f"Pool: n_threads must be 1 to {MAX_THREADS}, got {n_threads}")
         self.n_threads = n_threads
         compile_all([*program.COMPILED, worker, pauses])
-        self._publish, self._run = program.publish.c_function, program.run.c_function
         self._worker = worker.c_function
         self._start()
 
@@ -129,13 +128,14 @@ class Pool:
         return None
 
     def _job(self, rows: int, first: int, last: int, times: int) -> int:
-        job = self._publish(self._state, rows, first, last, times)
-        if self._python_parking:
-            with self._parking:
-                for sleep in self._parked:
-                    sleep.release()
-                self._parked.clear()
-        return int(self._run(self._state, job))
+        if not self._python_parking:
+            return program.execute(self._state, rows, first, last, times)
+        job = program.publish(self._state, rows, first, last, times)
+        with self._parking:
+            for sleep in self._parked:
+                sleep.release()
+            self._parked.clear()
+        return program.run(self._state, job)
 
     def _failure(self) -> tuple[int, int]:
         lines = self._words[FAILURES // 8 :].reshape(-1, 8)

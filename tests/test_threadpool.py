@@ -1,0 +1,184 @@
+"""Pools: sharing, concurrent use, more threads than cores, fork, parking in Python; how many threads there should be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_program import Build, mark, mix
+
+from ggjit import shared_state, threadpool
+from ggjit.program import BARRIER
+from ggjit.threadpool import Pool, default_threads, get_pool, threads_found
+
+
+def chain(n_steps=20, n=64):
+    """A program whose steps each read what other threads wrote, its output and what that must be."""
+    build, want = Build(), np.arange(n, dtype=np.int64)
+    out = want.copy()
+    record = build.record(out)
+    for i in range(n_steps):
+        out = np.zeros(n, np.int64)
+        record = build.record(out, record, i)
+        build.add(mix, record)
+        want = 3 * want[::-1] + i
+    return build.program(), out, want
+
+
+def test_a_pool_is_shared():
+    assert get_pool(2) is get_pool(2)
+    assert get_pool(2) is not get_pool(1)
+    with pytest.raises(ValueError, match="1 to 512, got 0"):
+        Pool(0)
+
+
+def test_programs_of_two_python_threads_run_one_after_the_other():
+    jobs = [chain() for _ in range(2)]
+    wrong = []
+
+    def run(program, out, want):
+        for _ in range(100):
+            out[:] = 0
+            program.run(get_pool(2))
+            if not np.array_equal(out, want):
+                wrong.append(out.copy())
+
+    threads = [threading.Thread(target=run, args=job) for job in jobs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_more_threads_than_cores_do_not_collapse():
+    """Threads that only spin need 4 ms a barrier here (a scheduler's time slice)."""
+    program, out, want = chain(100)
+    pool = get_pool(2 * max(2, len(threading.enumerate()), default_threads()))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        program.run(pool)
+        times.append(time.perf_counter() - start)
+    assert np.array_equal(out, want)
+    assert min(times) / 100 < 2e-3
+
+
+def test_workers_that_sleep_wake_up():
+    program, out, want = chain()
+    for _ in range(20):
+        out[:] = 0
+        time.sleep(0.003)
+        program.run(get_pool(2))
+        assert np.array_equal(out, want)
+
+
+def test_a_system_without_waiting_on_addresses(monkeypatch):
+    """Barriers use usleep, and idle workers return to Python."""
+    found = shared_state.wait_functions
+    monkeypatch.setattr(shared_state, "wait_functions", lambda: found(shared_state.NO_WAIT))
+    pool = Pool(3)
+    program, out, want = chain()
+    for _ in range(20):
+        out[:] = 0
+        program.run(pool)
+        assert np.array_equal(out, want)
+    end = time.perf_counter() + 10
+    while len(pool._parked) < 2 and time.perf_counter() < end:
+        time.sleep(0.001)
+    assert len(pool._parked) == 2
+    out[:] = 0
+    program.run(pool)
+    assert np.array_equal(out, want)
+    pool.close()
+    assert not any(t.is_alive() for t in pool._threads)
+
+
+def test_close_ends_the_workers():
+    pool = Pool(3)
+    program, out, want = chain()
+    program.run(pool)
+    assert np.array_equal(out, want)
+    pool.close()
+    assert not any(t.is_alive() for t in pool._threads)
+
+
+FORK = """
+import os, sys, signal
+sys.path.insert(0, {tests!r})
+from test_threadpool import chain, get_pool, np
+program, out, want = chain()
+for n in (1, 2):
+    program.run(get_pool(n))
+pid = os.fork()
+signal.alarm(60)  # a hang ends here
+out[:] = 0
+for n in (2, 1, 2):
+    program.run(get_pool(n))
+good = np.array_equal(out, want)
+if pid == 0:
+    os._exit(0 if good else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or (0 if good else 4))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_forked_child_has_its_own_workers():
+    script = FORK.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=Path(__file__).parents[1], timeout=120, check=False)
+    assert done.returncode == 0
+
+
+def test_the_environment_gives_the_number_of_threads(monkeypatch):
+    monkeypatch.setenv("GGJIT_NUM_THREADS", "3")
+    assert threads_found() == (3, "GGJIT_NUM_THREADS")
+    assert default_threads() == 3
+    for bad in ("0", "x", "-1", "9999"):
+        monkeypatch.setenv("GGJIT_NUM_THREADS", bad)
+        with pytest.raises(ValueError, match="GGJIT_NUM_THREADS"):
+            threads_found()
+
+
+def machine(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
+def test_threads_found_on_machines(monkeypatch, tmp_path):
+    monkeypatch.delenv("GGJIT_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threadpool.os, "sched_getaffinity", lambda pid: set(range(8)))
+    topology = {f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 4},{i % 4 + 4}" for i in range(8)}
+    assert threads_found(machine(tmp_path / "none", {})) == (8, "8 CPUs may be used")
+    assert threads_found(machine(tmp_path / "smt", topology)) == (4, "4 physical cores")
+    v2 = topology | {"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "250000 100000"}
+    assert threads_found(machine(tmp_path / "v2", v2)) == (2, "the control group allows 2.5 CPUs")
+    v1 = {
+        "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x",
+        "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000",
+        "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000",
+    }
+    assert threads_found(machine(tmp_path / "v1", v1)) == (1, "the control group allows 0.5 CPUs")
+    unlimited = topology | {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}
+    assert threads_found(machine(tmp_path / "open", unlimited)) == (4, "4 physical cores")
+
+
+def test_threads_found_here():
+    n, reason = threads_found()
+    assert 1 <= n <= threadpool.MAX_THREADS
+    assert reason
+
+
+def test_one_thread_needs_no_workers():
+    build, marks = Build(), np.zeros(8, np.int64)
+    build.add(mark, build.record(marks), BARRIER)
+    assert build.program().run(get_pool(1)) is None
+    assert list(marks[:2]) == [1, 0]
