@@ -40,6 +40,14 @@ def decode(data: bytes) -> str:
     return _NOT_UTF8.sub("\ufffd", data.decode("utf-8", "surrogateescape"))
 
 
+def _halves(merge: str) -> tuple[str, str]:
+    left, blank, right = merge.partition(" ")
+    if not left:  # a blank at the first place belongs to the left half
+        left, blank, right = merge[1:].partition(" ")
+        left = " " + left
+    return (left, right) if blank else ("", "")
+
+
 def _library() -> type[tokenizers.Tokenizer]:
     try:
         import tokenizers
@@ -75,18 +83,11 @@ class BpeMerger:
         from tokenizers import Regex, models, pre_tokenizers
 
         ids = {text: id for id, text in enumerate(self._vocab.texts)}
-        # A blank at the first place belongs to the left half.
-        pairs = dict.fromkeys(self._split(text) for text in self._merges)
-        strings = dict.fromkeys(BYTE_OF)
-        for left, right in pairs:
-            if left + right not in ids:
-                strings[left + right] = None
-        for text in strings:
-            if text not in ids:
-                self._spelled[len(ids)] = [
-                    id for id in (self._vocab.id(bytes((byte,))) for byte in text.encode()) if id >= 0
-                ]
-                ids[text] = len(ids)
+        pairs = list(dict.fromkeys(map(_halves, self._merges)))
+        strings = {*BYTE_OF, *(left + right for left, right in pairs)}
+        for text in sorted(strings - ids.keys()):
+            self._spelled[len(ids)] = [id for id in map(self._byte_id, text.encode()) if id >= 0]
+            ids[text] = len(ids)
         merges = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=self._kind.ignore_merges)
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._kind.patterns]
@@ -96,10 +97,8 @@ class BpeMerger:
         )
         return tokenizer
 
-    @staticmethod
-    def _split(merge: str) -> tuple[str, str]:
-        at = merge.find(" ", 1)
-        return (merge[:at], merge[at + 1 :]) if at > 0 else ("", "")
+    def _byte_id(self, byte: int) -> int:
+        return self._vocab.id(bytes((byte,)))
 
     def encode(self, text: bytes) -> list[int]:
         """Ids of a text."""

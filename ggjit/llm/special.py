@@ -33,12 +33,18 @@ class SpecialTokens:
         wanted = hidden | shown if control else shown & ~hidden
         self._vocab = vocab
         self._ids: dict[bytes, int] = {vocab.text(id): id for id in np.flatnonzero(wanted).tolist()}
-        lengths: dict[int, set[int]] = {}
+        self._lengths: dict[bytes, list[int]] = {}  # by the first two bytes
         for text in self._ids:
-            lengths.setdefault(text[0], set()).add(len(text))
-        self._lengths = {first: sorted(sizes) for first, sizes in lengths.items()}
-        firsts = b"".join(re.escape(bytes((first,))) for first in lengths)
-        self._begin = re.compile(b"[" + firsts + b"]") if firsts else None
+            self._lengths.setdefault(text[:2], []).append(len(text))
+        for begin, sizes in self._lengths.items():
+            self._lengths[begin] = sorted(set(sizes))
+        # A byte that may begin a token, and ahead of it one that may be the second: the search for tokens that overlap
+        # goes on byte by byte.
+        firsts = [re.escape(bytes({begin[0] for begin in self._lengths if len(begin) == n})) for n in (1, 2)]
+        seconds = re.escape(bytes({begin[1] for begin in self._lengths if len(begin) == 2}))
+        begins = [b"[" + firsts[0] + b"]"] if firsts[0] else []
+        begins += [b"[" + firsts[1] + b"](?=[" + seconds + b"])"] if seconds else []
+        self._begin = re.compile(b"|".join(begins)) if begins else None
 
     def _occurrences(self, text: bytes) -> list[tuple[int, int, int]]:
         """(-length, id, place) of every place where a special token stands, overlapping ones too."""
@@ -47,13 +53,17 @@ class SpecialTokens:
         found = []
         for match in self._begin.finditer(text):
             place = match.start()
-            for nbytes in self._lengths[text[place]]:
+            for nbytes in self._sizes(text[place : place + 2]):
                 word = text[place : place + nbytes]
                 if len(word) < nbytes:
                     break
                 if word in self._ids:
                     found.append((-nbytes, self._ids[word], place))
         return found
+
+    def _sizes(self, begin: bytes) -> list[int]:
+        longer = self._lengths.get(begin, [])
+        return [1, *longer] if begin[:1] in self._lengths and len(begin) == 2 else longer
 
     def cut(self, text: bytes) -> Iterable[int | bytes]:
         """The text as ids of special tokens and the non-empty bytes between them."""

@@ -24,6 +24,9 @@ _KINDS = np.zeros(8, np.uint16)
 _KINDS[1:7] = NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE
 
 
+_LONG = 256
+
+
 def _value(kv: Metadata, key: str, kinds: tuple[ValueType, ...], what: str, default: Any) -> Any:
     if key not in kv:
         return default
@@ -67,6 +70,8 @@ class Vocab:
         texts: their texts (`StringArray`).
         scores: f32 [n], zeros if the file has none.
         attr: uint16 [n], bits of the kind.
+        offsets: int64 [n], where each text begins in the file.
+        lengths: int64 [n], bytes of each text.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -83,26 +88,37 @@ class Vocab:
             self.attr = np.full(self.n, NORMAL, np.uint16)
         else:
             self.attr = _KINDS[np.where((kinds > 0) & (kinds < 7), kinds, 0)]
-        self._offsets, self._lengths = self.texts.offsets, self.texts.lengths.astype(np.int32)
+        self.offsets, self.lengths = self.texts.offsets, self.texts.lengths
+        # Ids by length; texts of _LONG bytes and more are together.
+        short = np.minimum(self.lengths, _LONG).astype(np.uint16)
+        self._order = np.argsort(short, kind="stable")
+        self._first = np.concatenate(([0], np.cumsum(np.bincount(short, minlength=_LONG + 1))))
         self._ids: dict[int, dict[bytes, int]] = {}
 
     def text(self, id: int) -> bytes:
         """The bytes of a token's text, as the file has it; an empty one gets a name."""
-        return self.texts.raw(id) or b"[EMPTY_%d]" % id
+        first = int(self.offsets[id])
+        return bytes(self.texts.data.data[first : first + int(self.lengths[id])]) or b"[EMPTY_%d]" % id
+
+    def _as_long(self, nbytes: int) -> NDArray[np.int64]:
+        """Ids of the tokens whose text is that long."""
+        bucket = min(nbytes, _LONG)
+        ids = self._order[self._first[bucket] : self._first[bucket + 1]]
+        return ids if bucket < _LONG else ids[self.lengths[ids] == nbytes]
 
     def _table(self, ids: NDArray[np.int64], nbytes: int) -> dict[bytes, int]:
         """Text to id of tokens that are all `nbytes` long."""
         data = self.texts.data
         # Every place of the file as an item of that many bytes: picking the texts is one indexing.
         places = np.ndarray((len(data) - nbytes + 1,), f"V{nbytes}", data.data, strides=(1,))
-        return dict(zip(places[self._offsets[ids]].tolist(), ids.tolist()))
+        return dict(zip(places[self.offsets[ids]].tolist(), ids.tolist()))
 
     def id(self, text: bytes) -> int:
         """The token with a text, -1 if there is none."""
         nbytes = len(text)
         table = self._ids.get(nbytes)
         if table is None:
-            table = self._table(np.flatnonzero(self._lengths == nbytes), nbytes) if nbytes else {}
+            table = self._table(self._as_long(nbytes), nbytes) if nbytes else {}
             self._ids[nbytes] = table
         return table.get(text, -1)
 
@@ -113,9 +129,10 @@ class Vocab:
             by_length.setdefault(len(text), []).append(text)
         found = {}
         for nbytes, group in by_length.items():
-            ids = np.flatnonzero(self._lengths == nbytes)
-            firsts = np.frombuffer(bytes({text[0] for text in group}), np.uint8)
-            table = self._table(ids[np.isin(self.texts.data[self._offsets[ids]], firsts)], nbytes)
+            ids = self._as_long(nbytes)
+            firsts = np.zeros(256, np.bool_)
+            firsts[[text[0] for text in group]] = True
+            table = self._table(ids[firsts[self.texts.data[self.offsets[ids]]]], nbytes)
             found.update({text: table[text] for text in group if text in table})
         return found
 
