@@ -17,7 +17,7 @@ from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.quants.nibbles import join_nibbles, load_nibbles, nibble_operands, split_nibbles
 from ggjit.ops.quants.quant import (
-    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, load_f16, register, to_blocks,
+    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, largest, load_f16, register, to_blocks,
 )  # fmt: skip
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -29,7 +29,7 @@ assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 16)
 def quantize(x: Floats) -> Bytes:
     """Quantize rows: d = (the value of largest magnitude) / -8, q = x / d + 8 rounded, at most 15."""
     x = to_blocks(x, SIZE)
-    d = np.take_along_axis(x, np.abs(x).argmax(2)[..., None], 2)[..., 0] / np.float32(-8)
+    d = largest(x) / np.float32(-8)
     with np.errstate(invalid="ignore", over="ignore"):
         q = np.nan_to_num(x * inverse(d)[..., None] + np.float32(8.5))
     q = np.clip(q, 0, 15).astype(np.uint8)
@@ -59,7 +59,7 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
             low, high = memory.load_f32(src, x + 4 * j) * scale, memory.load_f32(src, x + 64 + 4 * j) * scale
             low = clamp(low + np.float32(8.5), np.float32(0), np.float32(15))
             high = clamp(high + np.float32(8.5), np.float32(0), np.float32(15))
-            memory.store_u8(dst, y + 2 + j, int(low) | int(high) << 4)
+            memory.store_u8(dst, y + 2 + j, np.int64(low) | np.int64(high) << 4)
 
 
 @emitted("src dst n")

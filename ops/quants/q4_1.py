@@ -62,7 +62,7 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
             a, c = memory.load_f32(src, x + 4 * j) - low, memory.load_f32(src, x + 64 + 4 * j) - low
             a = clamp(a * scale + np.float32(0.5), np.float32(0), np.float32(15))
             c = clamp(c * scale + np.float32(0.5), np.float32(0), np.float32(15))
-            memory.store_u8(dst, y + 4 + j, int(a) | int(c) << 4)
+            memory.store_u8(dst, y + 4 + j, np.int64(a) | np.int64(c) << 4)
 
 
 @emitted("src dst n")

@@ -22,7 +22,7 @@ from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.quants.quant import (
-    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, load_f16, register, to_blocks,
+    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, largest, load_f16, register, to_blocks,
 )  # fmt: skip
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -43,8 +43,9 @@ def quantize(x: Floats) -> Bytes:
     x = to_blocks(x, SIZE)
     rows, n = x.shape[:2]
     group = x.reshape(rows, n, 16, 16)
-    scale = _best_scales(group.reshape(-1, 16)).reshape(rows, n, 16)
-    top = np.take_along_axis(scale, np.abs(scale).argmax(2)[..., None], 2)[..., 0]
+    scale, found = _best_scales(group.reshape(-1, 16))
+    scale = scale.reshape(rows, n, 16)
+    top = largest(scale)
     zero = np.abs(top) < TINY
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         to_code = np.where(zero, 0, np.float32(-128) / top).astype(np.float32)
@@ -52,8 +53,7 @@ def quantize(x: Floats) -> Bytes:
         scales = np.minimum(np.rint(to_code[..., None] * scale), 127).astype(np.int8)
         step = load_f16(f16_bytes(d)) * scales
         code = np.clip(np.rint(group / step[..., None]), -32, 31)
-    q = (np.nan_to_num(np.where(step[..., None] == 0, 0, code)) + 32).astype(np.uint8)
-    q[zero] = 0
+    q = np.where(step[..., None] == 0, found.reshape(group.shape), np.nan_to_num(code) + 32).astype(np.uint8)
     q = q.reshape(rows, n, 2, 4, 32)
     low = q[..., :2, :] & 15 | q[..., 2:, :] << 4
     high = (q >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, dtype=np.uint8)
@@ -61,10 +61,10 @@ def quantize(x: Floats) -> Bytes:
     return np.where(zero[..., None], np.uint8(0), np.concatenate(parts, 2)).reshape(rows, -1)
 
 
-def _best_scales(x: Floats) -> Floats:
-    """The scale of each row of 16."""
-    top = np.take_along_axis(x, np.abs(x).argmax(1)[:, None], 1)[:, 0]
-    best, scale = np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
+def _best_scales(x: Floats) -> tuple[Floats, Floats]:
+    """The scale of each row of 16 and the codes that it was found with, zeros where all values are tiny."""
+    top = largest(x)
+    best, scale, found = np.zeros(len(x), np.float32), np.zeros(len(x), np.float32), np.zeros(x.shape, np.float32)
     for step in STEPS:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             to_code = -(np.float32(32) + np.float32(0.1) * np.float32(step)) / top
@@ -77,7 +77,9 @@ def _best_scales(x: Floats) -> Floats:
         better = (qq > 0) & (xq * xq > best * qq)
         fitted = xq / np.where(qq > 0, qq, 1)
         scale, best = np.where(better, fitted, scale), np.where(better, fitted * xq, best)
-    return np.where(np.abs(top) < TINY, np.float32(0), scale)
+        found = np.where(better[:, None], code + 32, found)
+    tiny = np.abs(top) < TINY
+    return np.where(tiny, np.float32(0), scale), np.where(tiny[:, None], np.float32(0), found)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -94,14 +96,14 @@ def dequantize(b: Bytes) -> Floats:
 
 @jitted
 def best_scale(src, x):
-    """The scale of 16 f32."""
+    """The scale of 16 f32 and what they were multiplied by for their codes; 0 and 0 where all are tiny."""
     top = np.float32(0)
     for i in range(16):
         v = memory.load_f32(src, x + 4 * i)
         top = v if abs(v) > abs(top) else top
-    best = scale = np.float32(0)
+    best = scale = found = np.float32(0)
     if abs(top) < np.float32(1e-15):
-        return scale
+        return scale, found
     for k in range(19):
         step = k if k == 0 else (k - 10 if k < 10 else k - 9)
         to_code = -(np.float32(32) + np.float32(0.1) * np.float32(step)) / top
@@ -114,8 +116,8 @@ def best_scale(src, x):
             qq += w * code * code
         if qq > 0 and xq * xq > best * qq:
             scale = xq / qq
-            best = scale * xq
-    return scale
+            best, found = scale * xq, to_code
+    return scale, found
 
 
 @jitted
@@ -133,7 +135,7 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
             memory.store_u8(dst, y + j, 0)
         top = np.float32(0)
         for g in range(16):
-            s = best_scale(src, x + 64 * g)
+            s = best_scale(src, x + 64 * g)[0]
             top = s if abs(s) > abs(top) else top
         if abs(top) < np.float32(1e-15):
             continue
@@ -141,20 +143,21 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
         memory.store_f16(dst, y + D, np.float32(1) / to_code)
         d = memory.load_f16(dst, y + D)
         for g in range(16):
-            code = int(clamp(nearest(to_code * best_scale(src, x + 64 * g)), np.float32(-128), np.float32(127)))
+            scale, found = best_scale(src, x + 64 * g)
+            code = np.int64(clamp(nearest(to_code * scale), np.float32(-128), np.float32(127)))
             memory.store_i8(dst, y + SCALES + g, code)
-            quantize_group(src, x + 64 * g, dst, y, g, d * np.float32(code))
+            quantize_group(src, x + 64 * g, dst, y, g, d * np.float32(code), found)
 
 
 @jitted
-def quantize_group(src, x, dst, y, g, step):
-    """Write the codes of group g into a block that held zeros."""
+def quantize_group(src, x, dst, y, g, step, found):
+    """Write the codes of group g into a block that held zeros; by the factor `found` if the step is 0."""
     h, j = g // 8, g // 2 % 4
     for k in range(16):
-        q = 32
-        if step != 0:
-            v = clamp(memory.load_f32(src, x + 4 * k) / step, np.float32(-32), np.float32(31))
-            q = int(nearest(v)) + 32
+        v = memory.load_f32(src, x + 4 * k)
+        v = v * found if step == 0 else v / step
+        q = np.int64(nearest(clamp(v, np.float32(-32), np.float32(31)))) + 32
+        q = 0 if step == 0 and found == 0 else q
         at = y + 64 * h + 32 * (j & 1) + 16 * (g & 1) + k
         memory.store_u8(dst, at, memory.load_u8(dst, at) | (q & 15) << 4 * (j >> 1))
         at = y + QH + 32 * h + 16 * (g & 1) + k

@@ -55,7 +55,7 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
         memory.store_f16(dst, y, d)
         for j in range(32):
             v = clamp(memory.load_f32(src, x + 4 * j) * scale, np.float32(-128), np.float32(127))
-            memory.store_i8(dst, y + 2 + j, int(v + np.copysign(np.float32(0.5), v)))
+            memory.store_i8(dst, y + 2 + j, np.int64(v + np.copysign(np.float32(0.5), v)))
 
 
 @emitted("src dst n")

@@ -145,6 +145,12 @@ def inverse(d: Floats) -> Floats:
         return np.where(d != 0, np.float32(1) / d, np.float32(0)).astype(np.float32)
 
 
+def largest(x: Floats) -> Floats:
+    """The value of largest magnitude along the last axis, the first of equal ones; +0 if all are zero."""
+    top = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)[..., 0]
+    return np.where(top == 0, np.float32(0), top)
+
+
 def round_away(x: Floats) -> Floats:
     """Nearest integer, ties away from zero."""
     whole = np.trunc(x)
