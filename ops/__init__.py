@@ -1,0 +1,19 @@
+"""The ops, one family a file; importing a family fills the registry. No kernel is compiled and no Numba imported here.
+
+Some functions have the name of their file (`scale`, `norm`): `ops.norm` is the function, `from ggjit.ops.norm import ...`
+reaches the file.
+"""
+
+import sys
+
+from ggjit.ops.binary import *
+from ggjit.ops.copy import *
+from ggjit.ops.glu import *
+from ggjit.ops.norm import *
+from ggjit.ops.rows import *
+from ggjit.ops.scale import *
+from ggjit.ops.unary import *
+from ggjit.ops.views import *
+
+_FAMILIES = ("binary", "copy", "glu", "norm", "rows", "scale", "unary", "views")
+__all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]

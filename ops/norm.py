@@ -1,0 +1,249 @@
+"""norm and rms_norm over dimension 0.
+
+    norm      y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)
+    rms_norm  y = x / sqrt(mean(x^2) + eps)
+
+A sum has 32 partial sums, element i going to lane i % 16 of accumulator i // 16 % 2, and a fixed tree adds them: its bits
+depend neither on the threads nor on what surrounds the row. A row belongs to one thread.
+
+| version | one row of 576 f32, one Zen 4 core |
+|---|---|
+| scalar sum | 10 times slower: the compiler may not reorder it |
+| 32 partial sums | as fast as the row is read from the first cache |
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ggjit import types
+from ggjit.jit import jitted, kernel, lazy_module
+from ggjit.op import Op
+from ggjit.tensor import Tensor, new_node, view_tensor
+
+memory = lazy_module("ggjit.ops.lib.memory")
+rows = lazy_module("ggjit.ops.lib.rows")
+vec = lazy_module("ggjit.ops.lib.vec")
+
+__all__ = ["norm", "rms_norm"]
+
+NORM = Op("norm", id=24, params=(("eps", "f32"),), inplace=True)
+RMS_NORM = Op("rms_norm", id=25, params=(("eps", "f32"),), inplace=True)
+COUNTER_LINE = 64
+
+
+def _norm(op: Op, a: Tensor, eps: float, inplace: bool) -> Tensor:
+    if eps < 0:
+        raise ValueError(f"{op.name}: eps must not be negative, got {eps} ('{a.name}')")
+    return view_tensor(op, a, (a,), (eps,)) if inplace else new_node(op, a.type, a.ne, (a,), (eps,))
+
+
+def norm(a: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
+    """Normalise each row to mean 0 and variance 1.
+
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)
+
+    Args:
+        a: f32 [ne0, ne1, ne2, ne3], any strides.
+        eps: added to the variance, not negative.
+        inplace: put the result where `a` lies.
+
+    Returns:
+        The shape of `a`.
+
+    Raises:
+        ValueError: `eps` is negative.
+
+    Source: Ba et al., Layer normalization (2016); ggml_norm.
+    """
+    return _norm(NORM, a, eps, inplace)
+
+
+def rms_norm(a: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
+    """Scale each row to mean square 1.
+
+    y = x / sqrt(mean(x^2) + eps)
+
+    Args:
+        a: f32 [ne0, ne1, ne2, ne3], any strides.
+        eps: added to the mean square, not negative.
+        inplace: put the result where `a` lies.
+
+    Returns:
+        The shape of `a`.
+
+    Raises:
+        ValueError: `eps` is negative.
+
+    Source: Zhang and Sennrich, Root mean square layer normalization (2019); ggml_rms_norm.
+    """
+    return _norm(RMS_NORM, a, eps, inplace)
+
+
+@NORM.reference
+def _(node, a):
+    if not a.size:
+        return a
+    return (a - a.mean(-1, keepdims=True)) / np.sqrt(a.var(-1, keepdims=True) + node.params.eps)
+
+
+@RMS_NORM.reference
+def _(node, a):
+    return a / np.sqrt((a * a).mean(-1, keepdims=True) + node.params.eps) if a.size else a
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------------
+
+
+@jitted
+def sum_of_squares(src, at, n):
+    """Sum of x^2 over n contiguous f32."""
+    even, odd = vec.zero(), vec.zero()
+    for i in range(0, n - 31, 32):
+        x, y = vec.load(src, at + 4 * i), vec.load(src, at + 4 * i + 64)
+        even, odd = vec.fma(x, x, even), vec.fma(y, y, odd)
+    rest = n % 32
+    if rest:
+        i = at + 4 * (n - rest)
+        x, y = vec.load_first(src, i, rest), vec.load_first(src, i + 64, rest - 16)
+        even, odd = vec.fma(x, x, even), vec.fma(y, y, odd)
+    return vec.lane_sum(even + odd)
+
+
+@jitted
+def sum_of(src, at, n):
+    """Sum of n contiguous f32."""
+    even, odd = vec.zero(), vec.zero()
+    for i in range(0, n - 31, 32):
+        even, odd = even + vec.load(src, at + 4 * i), odd + vec.load(src, at + 4 * i + 64)
+    rest = n % 32
+    if rest:
+        i = at + 4 * (n - rest)
+        even, odd = even + vec.load_first(src, i, rest), odd + vec.load_first(src, i + 64, rest - 16)
+    return vec.lane_sum(even + odd)
+
+
+@jitted
+def affine_row(dst, to, src, at, n, shift, scale):
+    """(x + shift) * scale of n contiguous f32."""
+    for i in range(0, n - 15, 16):
+        vec.store(dst, to + 4 * i, (vec.load(src, at + 4 * i) + shift) * scale)
+    rest = n % 16
+    if rest:
+        i = 4 * (n - rest)
+        vec.store_first(dst, to + i, (vec.load_first(src, at + i, rest) + shift) * scale, rest)
+
+
+@jitted
+def rms_norm_scale(src, at, n, eps):
+    """1 / sqrt(mean square + eps) of n contiguous f32."""
+    return np.float32(1) / vec.sqrt(sum_of_squares(src, at, n) / np.float32(n) + eps)
+
+
+@jitted
+def rms_norm_row(dst, to, src, at, n, eps):
+    """rms_norm of n contiguous f32."""
+    scale = rms_norm_scale(src, at, n, eps)
+    for i in range(0, n - 15, 16):
+        vec.store(dst, to + 4 * i, vec.load(src, at + 4 * i) * scale)
+    rest = n % 16
+    if rest:
+        i = 4 * (n - rest)
+        vec.store_first(dst, to + i, vec.load_first(src, at + i, rest) * scale, rest)
+
+
+@jitted
+def norm_row(dst, to, src, at, n, eps):
+    """norm of n contiguous f32; the differences from the mean pass through dst."""
+    mean = sum_of(src, at, n) / np.float32(n)
+    affine_row(dst, to, src, at, n, -mean, np.float32(1))
+    scale = rms_norm_scale(dst, to, n, eps)
+    affine_row(dst, to, dst, to, n, np.float32(0), scale)
+
+
+@functools.cache
+def make_norm(name: str):
+    """Kernel for contiguous rows."""
+    row = {"norm": norm_row, "rms_norm": rms_norm_row}[name]
+
+    @kernel
+    def norm_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+        eps = memory.f32_from_bits(op_params[0])
+        first, last = rows.whole(dst_ne, ith, nth)
+        i1, i2, i3 = rows.position(dst_ne, first)
+        for _ in range(first, last):
+            row(dst, rows.offset(dst_nb, i1, i2, i3), src0, rows.offset(src0_nb, i1, i2, i3), dst_ne[0], eps)
+            i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
+
+    return norm_rows
+
+
+@functools.cache
+def make_norm_strided(name: str):
+    """Kernel for elements with gaps: a row is gathered into the scratch, normalised there and scattered."""
+    row = {"norm": norm_row, "rms_norm": rms_norm_row}[name]
+
+    @kernel
+    def norm_strided(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+        eps, n = memory.f32_from_bits(op_params[0]), dst_ne[0]
+        x = COUNTER_LINE + 4 * n * ith
+        first, last = rows.whole(dst_ne, ith, nth)
+        i1, i2, i3 = rows.position(dst_ne, first)
+        for _ in range(first, last):
+            to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)
+            for i in range(n):
+                memory.store_f32(work, x + 4 * i, memory.load_f32(src0, at + i * src0_nb[0]))
+            row(work, x, work, x, n, eps)
+            for i in range(n):
+                memory.store_f32(dst, to + i * dst_nb[0], memory.load_f32(work, x + 4 * i))
+            i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
+
+    return norm_strided
+
+
+def _is_strided(node):
+    return not (node.is_contiguous_rows and node.src[0].is_contiguous_rows)
+
+
+def _select(node):
+    if node.type is not types.F32:
+        return None
+    return (make_norm_strided if _is_strided(node) else make_norm)(node.op.name)
+
+
+def _work_size(node, nth):
+    return 4 * node.ne[0] * nth if _is_strided(node) else 0
+
+
+def _flops(node):
+    return (8 if node.op is NORM else 4) * node.nelements
+
+
+for _op in (NORM, RMS_NORM):
+    _op.kernel(_select)
+    _op.work_size(_work_size)
+    _op.flops(_flops)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------------
+
+
+def _cases(op, build):
+    from ggjit.ops.views import permute, transpose, view_2d
+
+    for n in (1, 15, 16, 17, 33, 65, 576):
+        op.case(f"rows of {n}")(lambda t, n=n: build(t("F32", n, 3), 1e-5))
+    op.case("offset and large")(lambda t: build(t("F32", 1000, 2, low=5, high=9), 1e-6))
+    op.case("four dimensions")(lambda t: build(t("F32", 40, 3, 2, 2), 0.1))
+    op.case("zeros")(lambda t: build(t("F32", 40, 2, low=0, high=0), 1e-5))
+    op.case("heads of a permuted tensor")(lambda t: build(permute(t("F32", 64, 3, 5), 0, 2, 1, 3), 1e-5))
+    op.case("padded rows")(lambda t: build(view_2d(t("F32", 48, 5), 37, 5, 192, 12), 1e-5))
+    op.case("transposed")(lambda t: build(transpose(t("F32", 5, 33)), 1e-5))
+    op.case("in place")(lambda t: build(t("F32", 65, 4), 1e-5, inplace=True))
+    op.case("transposed, in place")(lambda t: build(transpose(t("F32", 5, 33)), 1e-5, inplace=True))
+
+
+_cases(NORM, norm)
+_cases(RMS_NORM, rms_norm)
