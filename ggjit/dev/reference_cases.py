@@ -79,6 +79,11 @@ def elements(memory: Array, header: dict[str, Any], offset: int = 0) -> Array:
     return np.ndarray(shape, dtype, np.ascontiguousarray(memory), offset, strides)
 
 
+def elements_of_rows(rows: Array, kind: Type) -> Array:
+    """The elements of rows given as bytes [n, bytes of a row], as `elements` gives them."""
+    return rows.reshape(len(rows), -1, kind.type_size) if kind.dtype is None else rows.view(kind.dtype)
+
+
 def decode(values: Array, kind: Type) -> Array:
     """float64 values of what `elements` gives.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggjit import models, types
-from ggjit.dev.reference_cases import Array, Difference, nmse
+from ggjit.dev.reference_cases import Array, Difference, decode, elements_of_rows, nmse
 from ggjit.dev.reference_ops import Unsupported
 from ggjit.gguf import GgufFile
 
@@ -172,14 +172,9 @@ class _Decoder:
             assert info.type is not None
             n = types.row_size(info.type, info.ne[0])
             rows = np.array(file.data(name)[: n * len(want)]).reshape(len(want), n)
-        if info.type.quant is not None:
-            got = info.type.quant.dequantize(rows)
-        elif info.type.is_quantized:
+        if info.type.is_quantized and info.type.quant is None:
             raise Unsupported("types", info.type.name)
-        else:
-            from ggjit.dev.reference_cases import decode
-
-            got = decode(rows.view(info.type.dtype), info.type).astype(np.float32)
+        got = decode(elements_of_rows(rows, info.type), info.type).astype(np.float32)
         return _over("unequal values", int((got != want).sum()), 0)
 
     def jobs(self) -> Iterator[Job]:
@@ -212,7 +207,7 @@ class _Real:
     @staticmethod
     def _difference(a: dict[str, Any], b: dict[str, Any]) -> float:
         x, y = (dict(zip(top["ids"], top["logits"], strict=True)) for top in (a, b))
-        return max(abs(x[i] - y[i]) for i in x.keys() & y.keys())
+        return float(max(abs(x[i] - y[i]) for i in x.keys() & y.keys()))
 
     def _along(self, ids: Sequence[int], greedy: dict[str, Any]) -> tuple[Array, list[Difference]]:
         """Logits before each greedy token, fed with the reference's."""

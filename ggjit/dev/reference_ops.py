@@ -13,7 +13,7 @@ import ggjit as gg
 from ggjit import op as op_registry
 from ggjit import ops, types
 from ggjit.context import Context, aligned_bytes
-from ggjit.dev.reference_cases import Array, Case, Difference, compare, decode, elements, read_cases
+from ggjit.dev.reference_cases import Array, Case, Difference, compare, decode, elements, elements_of_rows, read_cases
 from ggjit.op import NONE
 from ggjit.tensor import Tensor, encode, new_node
 from ggjit.types import Type
@@ -227,10 +227,7 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
 
 
 def _values(coded: Array, kind: Type) -> Array:
-    blocks = coded.reshape(len(coded), -1, kind.type_size)
-    if kind.dtype is not None:
-        blocks = coded.view(kind.dtype)
-    return decode(blocks, kind).astype(np.float32)
+    return decode(elements_of_rows(coded, kind), kind).astype(np.float32)
 
 
 def _quantize(kind: Type, case: Case) -> Array:
@@ -239,9 +236,10 @@ def _quantize(kind: Type, case: Case) -> Array:
         return encode(x, kind)
     if not case.meta["imatrix"]:
         return kind.quant.quantize(x)
-    if "imatrix" not in inspect.signature(kind.quant.quantize).parameters:
+    quantize: Callable[..., Array] = kind.quant.quantize
+    if "imatrix" not in inspect.signature(quantize).parameters:
         raise Unsupported("types", f"{kind.name} with an importance matrix")
-    return kind.quant.quantize(x, imatrix=case.arrays["imatrix"])
+    return quantize(x, imatrix=case.arrays["imatrix"])
 
 
 def _equal(what: str, got: Array, allowed: Sequence[Array], kind: Type, exact: bool) -> list[Difference]:
