@@ -229,7 +229,8 @@ def _usable(folder: Path, private: bool = False) -> bool:
         return False
 
 
-def _user_cache() -> Path | None:
+def user_cache() -> Path | None:
+    """Return the folder that ggjit may use in the user's cache directory, None if there is no such directory."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA")
         return Path(base) / "ggjit" / "Cache" if base else None
@@ -249,7 +250,7 @@ def _user_cache() -> Path | None:
 def folder() -> Path | None:
     """Return the folder of compiled kernels, or None if nothing can be written."""
     asked = os.environ.get("GGJIT_CACHE_DIR")
-    first = Path(asked).expanduser() if asked else _user_cache()
+    first = Path(asked).expanduser() if asked else user_cache()
     if first is not None and _usable(first):
         return first
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
@@ -263,7 +264,7 @@ def _readable() -> Iterator[Path]:
     if written is not None:
         yield written
     asked = os.environ.get("GGJIT_CACHE_DIR")
-    first = Path(asked).expanduser() if asked else _user_cache()
+    first = Path(asked).expanduser() if asked else user_cache()
     if first is not None and first != written:
         yield first
 

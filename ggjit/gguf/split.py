@@ -11,9 +11,18 @@ from ggjit.errors import GgufError
 if TYPE_CHECKING:
     from ggjit.gguf.reader import Metadata
 
-__all__ = ["check_split", "split_paths"]
+__all__ = ["check_split", "part_names", "split_paths"]
 
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def part_names(name: str) -> list[str]:
+    """Names of all parts if `name` is that of a part, else `name` alone."""
+    match = _NAME.fullmatch(name)
+    n = int(match[3]) if match else 0
+    if match is None or not 1 <= int(match[2]) <= n:
+        return [name]
+    return [f"{match[1]}-{part:05d}-of-{n:05d}.gguf" for part in range(1, n + 1)]
 
 
 def split_paths(path: str) -> list[str]:
@@ -22,14 +31,10 @@ def split_paths(path: str) -> list[str]:
     Raises:
         GgufError: a part is missing.
     """
-    match = _NAME.fullmatch(path)
-    n = int(match[3]) if match else 0
-    if match is None or not 1 <= int(match[2]) <= n:
-        return [path]
-    paths = [f"{match[1]}-{part:05d}-of-{n:05d}.gguf" for part in range(1, n + 1)]
+    paths = part_names(path)
     for part, name in enumerate(paths, 1):
         if not os.path.exists(name) and os.path.exists(path):
-            raise GgufError(name, 0, f"part {part} of {n} must be there, got no such file")
+            raise GgufError(name, 0, f"part {part} of {len(paths)} must be there, got no such file")
     return paths
 
 

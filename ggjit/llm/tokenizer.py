@@ -56,6 +56,7 @@ class Tokenizer:
         eog: ids of all tokens that end the generation.
         add_bos: whether `add_special` puts `bos` before a text.
         add_eos: whether `add_special` puts `eos` behind it.
+        chat_template: source of the chat template, empty if the model has none (see `chat.py`).
     """
 
     def __init__(self, file: GgufFile, vocab: Vocab, defaults: dict[str, int]) -> None:
@@ -66,6 +67,7 @@ class Tokenizer:
         self.bos, self.eos, self.eot, self.eom = (roles.ids[role] for role in ("bos", "eos", "eot", "eom"))
         self.unk, self.sep, self.pad, self.mask = (roles.ids[role] for role in ("unk", "sep", "pad", "mask"))
         self.nl = -1
+        self.chat_template = get_str(file.kv, "tokenizer.chat_template")
         self.add_bos = self.add_eos = self.add_space_prefix = self.clean_spaces = False
         self._special: dict[bool, SpecialTokens] = {}
         self._pieces: dict[int, bytes] = {}
@@ -280,7 +282,7 @@ class StreamDecoder:
         self._tokenizer, self._special = tokenizer, special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def feed(self, ids: int | Sequence[int]) -> str:
+    def push(self, ids: int | Sequence[int]) -> str:
         """The text that is whole once these tokens are added; it may be empty."""
         ids = (ids,) if isinstance(ids, int) else ids
         return self._decoder.decode(b"".join(self._tokenizer.piece(int(id), self._special) for id in ids))
