@@ -27,7 +27,9 @@ from ggjit.op import Op, unsupported
 from ggjit.ops.views import permute
 from ggjit.tensor import Tensor, new_node
 
-kernels = lazy_module("ggjit.ops.lib.attention_kernels")
+frames = lazy_module("ggjit.ops.lib.attention_frame")
+rows = lazy_module("ggjit.ops.lib.attention_rows")
+lanes = lazy_module("ggjit.ops.lib.attention_lanes")
 
 __all__ = ["flash_attn_ext"]
 
@@ -144,23 +146,18 @@ def _(node, q, k, v, mask=None, sinks=None):
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
-def _plan(node: Tensor, nth: int) -> tuple[tuple[Kernel, ...], int] | None:
+def _plan(node: Tensor, nth: int) -> tuple[list[Kernel], int] | None:
     """The kernels that compute a node one after the other, and bytes of work; None if a type has no code."""
     q, k, v = (t for t in node.src[:3] if t is not None)
     if any(t.type.name not in PLAIN and t.type.quant is None for t in (k, v)):
         return None
     (dk, n), dv, n_kv, group = q.ne[:2], v.ne[0], k.ne[1], q.ne[2] // k.ne[2]
     n_heads = k.ne[2] * q.ne[3]
-    args = (dk, dv, k.type.name, v.type.name, group, node.params.logit_softcap != 0)
-    if n * group < FEW:
-        work = kernels.row_work_size(dk, dv, group, n, n_heads, n_kv, nth)
-        first, n_items = kernels.make_rows(*args), n_heads
-    else:
-        work = kernels.lane_work_size(dk, dv, group, n, n_heads, n_kv, nth)
-        first, n_items = kernels.make_lanes(*args), n_heads * kernels.lane_items(group, n)
-    if kernels.n_splits(n_items, n_kv) == 1:
-        return (first,), work
-    return (first, kernels.make_merge_rows(dv, group) if n * group < FEW else kernels.make_merge_lanes(dk, dv, group)), work
+    layout = rows if n * group < FEW else lanes
+    kernels = [layout.make_kernel(dk, dv, k.type.name, v.type.name, group, node.params.logit_softcap != 0)]
+    if frames.n_splits(layout.n_items(group, n_heads, n), n_kv) > 1:
+        kernels.append(layout.make_merge(dk, dv, group))
+    return kernels, layout.work_size(dk, dv, group, n, n_heads, n_kv, nth)
 
 
 @FLASH_ATTN_EXT.kernel
@@ -187,26 +184,26 @@ def _(node):
 # ---- cases ----------------------------------------------------------------------------------------------------------
 
 
-def causal_mask(n: int, n_kv: int, n_past: int, rows: int = 0) -> np.ndarray:
-    """f16 mask [rows or n, n_kv] of queries at positions n_past, n_past + 1, ... over KV rows 0, 1, ..."""
-    mask = np.where(np.arange(n_kv) <= n_past + np.arange(max(n, rows))[:, None], 0.0, -np.inf)
+def causal_mask(n: int, n_kv: int, n_past: int, n_rows: int = 0) -> np.ndarray:
+    """f16 mask [max(n, n_rows), n_kv] of queries at positions n_past, n_past + 1, ... over KV rows 0, 1, ..."""
+    mask = np.where(np.arange(n_kv) <= n_past + np.arange(max(n, n_rows))[:, None], 0.0, -np.inf)
     return mask.astype(np.float16)
 
 
-def _case(name, n, n_kv, heads, heads_kv, dk, dv=None, kind="F16", n3=1, rows=0, mask=True, sinks=False, **options):
+def _case(name, n, n_kv, heads, heads_kv, dk, dv=None, kind="F16", n3=1, mask_rows=0, mask=True, sinks=False, **options):
     @FLASH_ATTN_EXT.case(name)
     def _(t):
         q = permute(t("F32", dk, heads, n, n3), 0, 2, 1, 3)
         k = permute(t(kind, dk, heads_kv, n_kv, n3), 0, 2, 1, 3)
         v = permute(t(kind, dv or dk, heads_kv, n_kv, n3), 0, 2, 1, 3)
-        m = t.array(causal_mask(n, n_kv, n_kv - n, rows)) if mask else None
+        m = t.array(causal_mask(n, n_kv, n_kv - n, mask_rows)) if mask else None
         return flash_attn_ext(q, k, v, m, 1.5 / dk**0.5, sinks=t("F32", heads) if sinks else None, **options)
 
 
 _case("prompt", 40, 40, 6, 2, 64)
 _case("prompt f32", 33, 45, 2, 2, 32, kind="F32")
 _case("prompt bf16", 17, 64, 4, 1, 128, kind="BF16")
-_case("prompt, padded mask", 20, 48, 3, 3, 40, 24, rows=32, n3=2)
+_case("prompt, padded mask", 20, 48, 3, 3, 40, 24, mask_rows=32, n3=2)
 _case("no mask", 18, 21, 2, 2, 80, mask=False)
 _case("a few queries", 5, 70, 8, 2, 64, max_bias=8.0)
 _case("long, few queries", 6, 1100, 8, 1, 32, sinks=True)

@@ -1,0 +1,349 @@
+"""What the attention kernels of both layouts share around their tiles: the frame, items, scratch, readers, the driver.
+
+A kernel is a short loop in Numba's language (`make_driver`) over emitted pieces: compiling it takes a fraction of what it
+takes to type the same code. The pieces talk through a frame, int64 words in scratch memory: the addresses of the tensors, of
+their ne and nb, and the state of the loop.
+
+Work is shared by the chunk counter. An item is a KV head with some queries; if there are few items, an item is one chunk
+of KV rows of these, its states stay in the work buffer and a second kernel merges them in the order of the chunks.
+
+    work:  counter line | a frame for each thread | states of all items and chunks, if split | scratch of each thread
+"""
+
+import functools
+
+from ggjit import types
+from ggjit.jit import jitted, kernel, lazy_module
+from ggjit.ops.lib import attention as tiles
+from ggjit.ops.lib.attention import BYTES, CHUNK, LOG2E, MINUS_INF, TILE, padded
+from ggjit.ops.lib.emitted import emitted
+
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
+memory = lazy_module("ggjit.ops.lib.memory")
+atomics = lazy_module("ggjit.ops.lib.atomics")
+
+COUNTER_LINE = 64
+SPLIT_BELOW = 16  # items: fewer are split by chunks
+TENSORS = ("dst", "q", "k", "v", "mask", "sinks")
+ARGUMENTS = (*(t + part for t in TENSORS for part in ("", "_ne", "_nb")), "params", "work", "ith", "nth")
+WORDS = (
+    *ARGUMENTS, "n_items", "splits", "states_at", "scratch", "item", "hk", "i3", "k3", "q0", "n", "chunk0", "chunk1",
+    "states", "first", "end", "is_open", "masked", "k_offs", "v_offs",
+)  # fmt: skip
+FRAME = (8 * len(WORDS) + 63) // 64 * 64
+AT = {name: 8 * i for i, name in enumerate(WORDS)}
+
+
+class Frame:
+    """The words of a frame by name, while code is emitted."""
+
+    def __init__(self, e, address):
+        self.e, self.address = e, address
+
+    def __getitem__(self, name):
+        """Load a word."""
+        return self.e.load(self.address, AT[name], emit.I64)
+
+    def __setitem__(self, name, value):
+        """Store a word."""
+        self.e.store_value(self.address, AT[name], self.e.i64(value))
+
+    def ne(self, tensor, d):
+        """Size of a dimension."""
+        return self.e.load(self[tensor + "_ne"], 8 * d, emit.I64)
+
+    def nb(self, tensor, d):
+        """Byte step of a dimension."""
+        return self.e.load(self[tensor + "_nb"], 8 * d, emit.I64)
+
+    def at(self, tensor, *steps):
+        """Byte offset into a tensor: the sum of steps (dimension, index)."""
+        offset = 0
+        for d, i in steps:
+            offset = self.e.add(offset, self.e.mul(i, self.nb(tensor, d)))
+        return offset
+
+    @property
+    def has_mask(self):
+        """Is there a mask? An absent source has sizes of 0."""
+        return self.e.b.icmp_signed(">", self.ne("mask", 0), self.e.i64(0))
+
+
+# ---- integers and control -------------------------------------------------------------------------------------------
+
+
+def div(e, a, c):
+    """Quotient of two that are not negative."""
+    return e.b.udiv(e.i64(a), e.i64(c))
+
+
+def rem(e, a, c):
+    """Remainder of two that are not negative."""
+    return e.b.urem(e.i64(a), e.i64(c))
+
+
+def less(e, a, c):
+    """a < c."""
+    return e.b.icmp_signed("<", e.i64(a), e.i64(c))
+
+
+def least(e, a, c):
+    """The smaller."""
+    return e.b.select(less(e, a, c), e.i64(a), e.i64(c))
+
+
+def choose(e, condition, a, c):
+    """A where the condition holds, else c."""
+    return e.b.select(condition, e.i64(a), e.i64(c))
+
+
+def when(e, condition, body):
+    """Emit body() where the condition holds."""
+    with e.b.if_then(condition):
+        body()
+
+
+def loop_from(e, frame, count, body):
+    """body(i) for i = ith, ith + nth, ... below count."""
+    nth = frame["nth"]
+    turns = div(e, e.add(e.sub(count, frame["ith"]), e.sub(nth, 1)), nth)
+    turns = choose(e, less(e, frame["ith"], count), turns, 0)
+    e.loop(turns, [], lambda i: body(e.add(frame["ith"], e.mul(i, nth))) or [])
+
+
+# ---- items, scratch -------------------------------------------------------------------------------------------------
+
+
+def n_splits(n_items, n_kv):
+    """Parts into which an item's KV rows are split."""
+    n_chunks = (n_kv + CHUNK - 1) // CHUNK
+    return n_chunks if n_items < SPLIT_BELOW and n_chunks > 1 else 1
+
+
+def places(**sizes):
+    """Offsets of scratch areas by name, each at a multiple of 64, and the sum."""
+    at, end = {}, 0
+    for name, size in sizes.items():
+        at[name], end = end, end + (size + 63) // 64 * 64
+    return at, end
+
+
+def set_frame(e, frame, arguments, n_items, item_states, scratch_size):
+    """Fill the words that hold for all items; item_states: bytes of the states of an item."""
+    for name, value in zip(ARGUMENTS, arguments, strict=True):
+        frame[name] = value
+    n_chunks = div(e, e.add(frame.ne("k", 1), CHUNK - 1), CHUNK)
+    is_split = e.b.and_(less(e, n_items, SPLIT_BELOW), less(e, 1, n_chunks))
+    splits = choose(e, is_split, n_chunks, 1)
+    after = e.add(frame["work"], e.add(COUNTER_LINE, e.mul(frame["nth"], FRAME)))
+    states = choose(e, is_split, e.mul(e.mul(n_items, splits), item_states), 0)
+    frame["n_items"], frame["splits"], frame["states_at"] = e.mul(n_items, splits), splits, after
+    frame["scratch"] = e.add(e.add(after, states), e.mul(frame["ith"], scratch_size))
+
+
+def set_chunks(e, frame, item, item_states, own_states):
+    """Chunks and states of an item: one chunk with states in the work buffer, or all with those of the thread."""
+    splits = frame["splits"]
+    is_split, part = less(e, 1, splits), rem(e, item, splits)
+    n_chunks = div(e, e.add(frame.ne("k", 1), CHUNK - 1), CHUNK)
+    frame["item"] = item
+    frame["chunk0"] = choose(e, is_split, part, 0)
+    frame["chunk1"] = choose(e, is_split, e.add(part, 1), n_chunks)
+    frame["states"] = choose(e, is_split, e.add(frame["states_at"], e.mul(item, item_states)), own_states)
+
+
+def set_head(e, frame, head):
+    """KV head and dimension 3 of an item, and where its K and V begin."""
+    heads = frame.ne("k", 2)
+    hk, i3 = rem(e, head, heads), div(e, head, heads)
+    k3 = div(e, i3, div(e, frame.ne("q", 3), frame.ne("k", 3)))
+    frame["hk"], frame["i3"] = hk, i3
+    frame["k_offs"] = frame.at("k", (2, hk), (3, k3))
+    frame["v_offs"] = frame.at("v", (2, hk), (3, k3))
+
+
+def set_range(e, frame, chunk):
+    """First row of a chunk and the end."""
+    first = e.mul(chunk, CHUNK)
+    frame["first"], frame["end"] = first, least(e, e.add(first, CHUNK), frame.ne("k", 1))
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def store_scales(e, frame, softcap, at):
+    """What q is multiplied by, and the cap, in base 2: two f32."""
+    scale, cap = (e.load(frame["params"], 4 * i, emit.F32) for i in (0, 2))
+    factor = e.b.fdiv(scale, cap) if softcap else scale
+    e.store_value(at, 0, e.b.fmul(factor, ir.Constant(emit.F32, (2 if softcap else 1) * LOG2E)))
+    e.store_value(at, 4, e.b.fmul(cap, ir.Constant(emit.F32, LOG2E)))
+
+
+def alibi_exponent(e, frame, h):
+    """log2 of the slope of a head."""
+    heads = frame.ne("q", 2)
+    zeros = e.call("llvm.ctlz.i64", emit.I64, heads, ir.Constant(emit.I1, 1))
+    m = e.b.shl(e.i64(1), e.sub(63, zeros))
+    steps = choose(e, less(e, h, m), e.add(e.mul(h, 2), 2), e.add(e.mul(e.sub(h, m), 2), 1))
+    per_step = e.b.fdiv(e.load(frame["params"], 4, emit.F32), e.b.sitofp(e.mul(m, -2), emit.F32))
+    return e.b.fmul(per_step, e.b.sitofp(steps, emit.F32))
+
+
+def finish_slopes(e, at):
+    """From 16 exponents to slopes in base 2."""
+    e.store(at, e.fmul(tiles.exp2(e, e.load_f32(at)), e.f32_const(LOG2E)))
+
+
+def store_sink(e, frame, h, at, lanes=1):
+    """The sink of a head in base 2, -inf for none, in some lanes."""
+    minus = ir.Constant(emit.F32, float("-inf"))
+
+    def store(value):
+        for j in range(lanes):
+            e.store_value(at, 4 * j, value)
+
+    has_sinks = less(e, 0, frame.ne("sinks", 0))
+    scale = lambda x: e.b.fmul(x, ir.Constant(emit.F32, LOG2E))  # noqa: E731
+    e.if_else(
+        has_sinks,
+        lambda: store(scale(e.load(e.add(frame["sinks"], e.mul(h, 4)), 0, emit.F32))),
+        lambda: store(minus),
+    )
+
+
+def copy_last_mask(e, frame, row, rest, at):
+    """16 f16 masks of the last tile, which has `rest` rows: its values (0 without a mask), then -inf."""
+    for j in range(TILE):
+        e.store_value(at, 2 * j, ir.Constant(emit.I16, MINUS_INF))
+
+    def copy(j):
+        to = e.add(at, e.mul(j, 2))
+        e.if_else(
+            frame.has_mask,
+            lambda: e.store_value(to, 0, e.load(e.add(row, e.mul(j, 2)), 0, emit.I16)),
+            lambda: e.store_value(to, 0, ir.Constant(emit.I16, 0)),
+        )
+
+    e.loop(rest, [], copy)
+
+
+# ---- reading K and V ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def make_read_blocks(kind, n):
+    """Helper (src, offs, stride, n_rows, work, at): rows of a block type as a tile of f32, zeros after them.
+
+    For a plain type, which the emitted pieces read themselves, it does nothing.
+    """
+    if kind in BYTES:
+
+        @jitted
+        def read_nothing(src, offs, stride, n_rows, work, at):
+            pass
+
+        return read_nothing
+    width = padded(n)
+    dequantize_row = types.by_name(kind).quant.dequantize_row
+
+    @jitted
+    def read_blocks(src, offs, stride, n_rows, work, at):
+        for r in range(TILE):
+            used = n if r < n_rows else 0
+            if used > 0:
+                dequantize_row(src, offs + r * stride, work, at + 4 * width * r, n)
+            for d in range(used, width):
+                memory.store_i32(work, at + 4 * (width * r + d), 0)
+
+    return read_blocks
+
+
+def copy_rows(e, src, stride, n_rows, nbytes, dst):
+    """The first n_rows of 16 rows of nbytes (even), then zeros: for a last tile that is not full."""
+
+    def one(r):
+        row, out = e.add(src, e.mul(r, stride)), e.add(dst, e.mul(r, nbytes))
+        e.loop(nbytes, [], lambda i: e.store_value(e.add(out, i), 0, e.load(e.add(row, i), 0, emit.I16)), step=2)
+
+    e.loop(n_rows, [], one)
+    zero = ir.Constant(emit.I16, 0)
+    e.loop(16 * nbytes, [], lambda i: e.store_value(e.add(dst, i), 0, zero), start=e.mul(n_rows, nbytes), step=2)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v):
+    """The kernel over emitted pieces: begin, set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item."""
+    begin, set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item = pieces
+    read_k, read_v = make_read_blocks(k_kind, dk), make_read_blocks(v_kind, dv)
+    at_items, at_chunk0, at_chunk1, at_first, at_end = (AT[w] for w in ("n_items", "chunk0", "chunk1", "first", "end"))
+    at_open, at_k_offs, at_v_offs, at_scratch = (AT[w] for w in ("is_open", "k_offs", "v_offs", "scratch"))
+
+    @kernel(counter=True)
+    def attention(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb,
+        src3, src3_ne, src3_nb, src4, src4_ne, src4_nb, op_params, work, ith, nth,
+    ):  # fmt: skip
+        at = COUNTER_LINE + ith * FRAME
+        start = memory.address(work)
+        frame = start + at
+        begin(
+            frame, memory.address(dst), memory.address(dst_ne), memory.address(dst_nb),
+            memory.address(src0), memory.address(src0_ne), memory.address(src0_nb),
+            memory.address(src1), memory.address(src1_ne), memory.address(src1_nb),
+            memory.address(src2), memory.address(src2_ne), memory.address(src2_nb),
+            memory.address(src3), memory.address(src3_ne), memory.address(src3_nb),
+            memory.address(src4), memory.address(src4_ne), memory.address(src4_nb),
+            memory.address(op_params), start, ith, nth,
+        )  # fmt: skip
+        scratch = memory.load_i64(work, at + at_scratch) - start
+        item = atomics.fetch_add(work, 0, 1)
+        while item < memory.load_i64(work, at + at_items):
+            set_item(frame, item)
+            for chunk in range(memory.load_i64(work, at + at_chunk0), memory.load_i64(work, at + at_chunk1)):
+                begin_chunk(frame, chunk)
+                end = memory.load_i64(work, at + at_end)
+                for kv in range(memory.load_i64(work, at + at_first), end, TILE):
+                    check_tile(frame, kv)
+                    if memory.load_i64(work, at + at_open) != 0:
+                        n_rows = end - kv
+                        read_k(src1, memory.load_i64(work, at + at_k_offs) + kv * src1_nb[1], src1_nb[1], n_rows, work, scratch + at_k)
+                        read_v(src2, memory.load_i64(work, at + at_v_offs) + kv * src2_nb[1], src2_nb[1], n_rows, work, scratch + at_v)
+                        run_tile(frame, kv)
+                end_chunk(frame)
+            end_item(frame)
+            item = atomics.fetch_add(work, 0, 1)
+
+    return attention
+
+
+def make_merge(merge):
+    """The second kernel, where items are split: the emitted `merge` does all of it."""
+
+    @kernel
+    def attention_merge(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb,
+        src3, src3_ne, src3_nb, src4, src4_ne, src4_nb, op_params, work, ith, nth,
+    ):  # fmt: skip
+        start = memory.address(work)
+        merge(
+            start + COUNTER_LINE + ith * FRAME, memory.address(dst), memory.address(dst_ne), memory.address(dst_nb),
+            memory.address(src0), memory.address(src0_ne), memory.address(src0_nb),
+            memory.address(src1), memory.address(src1_ne), memory.address(src1_nb),
+            memory.address(src2), memory.address(src2_ne), memory.address(src2_nb),
+            memory.address(src3), memory.address(src3_ne), memory.address(src3_nb),
+            memory.address(src4), memory.address(src4_ne), memory.address(src4_nb),
+            memory.address(op_params), start, ith, nth,
+        )  # fmt: skip
+
+    return attention_merge
+
+
+def emitted_with_arguments(function):
+    """An emit function (e, frame, then ARGUMENTS as one tuple) callable from kernels."""
+    scope = {"function": function}
+    names = " ".join(ARGUMENTS)
+    exec(f"def {function.__name__}(e, frame, {', '.join(ARGUMENTS)}):\n    function(e, frame, ({', '.join(ARGUMENTS)}))\n", scope)
+    return emitted("frame " + names)(scope[function.__name__])

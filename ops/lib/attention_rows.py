@@ -1,0 +1,280 @@
+"""Attention of a few queries: one lane is one element of a head, K and V are read as they lie.
+
+A block is one query of up to HEADS heads that share a KV head; all blocks of an item go over a tile of K and V together.
+"""
+
+import functools
+
+from ggjit.jit import lazy_module
+from ggjit.ops.lib import attention as tiles
+from ggjit.ops.lib import attention_frame as frames
+from ggjit.ops.lib.attention import BYTES, HEAD, MINUS_INF, TILE, padded
+from ggjit.ops.lib.attention_frame import FRAME, Frame, choose, div, least, less, rem, when
+from ggjit.ops.lib.emitted import emitted
+
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
+
+HEADS = 4
+
+
+class Layout:
+    """Sizes and scratch areas.
+
+    Args:
+        dk, dv: elements of a head of K and V.
+        group: query heads of a KV head.
+    """
+
+    def __init__(self, dk, dv, group):
+        self.nk, self.nv, self.group = padded(dk), padded(dv), group
+        self.n_blocks = -(-group // HEADS)
+        self.block = -(-group // self.n_blocks)  # heads in a block; those beyond the group repeat the last one
+        self.state = HEAD + 4 * self.nv
+        self.states = self.block * self.state
+        self.fixed, self.fixed_size = frames.places(
+            scales=64, k=64 * self.nk, v=64 * self.nv, weights=320 * self.block, zeros=64
+        )
+        self.own, self.own_size = frames.places(
+            sinks=64 * self.block, slopes=64, masks=8 * self.block, last_masks=8 * self.block, last=32 * self.block,
+            is_open=8, q=4 * self.nk * self.block, states=self.states, totals=self.states,
+        )  # fmt: skip
+
+
+def n_items(group, n_heads, n):
+    """Items of n queries; n_heads counts KV heads times ne3."""
+    return n_heads
+
+
+def work_size(dk, dv, group, n, n_heads, n_kv, nth):
+    """Bytes of work of the kernel for n queries."""
+    x = Layout(dk, dv, group)
+    splits = frames.n_splits(n_heads, n_kv)
+    states = n_heads * splits * n * x.n_blocks * x.states if splits > 1 else 0
+    return states + nth * (FRAME + x.fixed_size + n * x.n_blocks * x.own_size)
+
+
+def _loop_blocks(e, frame, x, body):
+    """body(b, address of its area) for all blocks of an item."""
+    areas = e.add(frame["scratch"], x.fixed_size)
+    e.loop(e.mul(frame.ne("q", 1), x.n_blocks), [], lambda b: body(b, e.add(areas, e.mul(b, x.own_size))) or [])
+
+
+def _states_of(e, frame, x, b):
+    """Address of the states of block b: of the chunk if items are split, else in its area."""
+    is_split = less(e, 1, frame["splits"])
+    return e.add(frame["states"], e.mul(b, choose(e, is_split, x.states, x.own_size)))
+
+
+def _result(e, frame, x, b, g, item_i3, item_hk):
+    """Head and address of the result of head g of block b."""
+    h = e.add(e.mul(item_hk, x.group), e.add(e.mul(rem(e, b, x.n_blocks), x.block), g))
+    return h, e.add(frame["dst"], frame.at("dst", (1, h), (2, div(e, b, x.n_blocks)), (3, item_i3)))
+
+
+def _real_heads(e, x, b):
+    """Heads of block b that do not repeat another."""
+    return least(e, x.block, e.sub(x.group, e.mul(rem(e, b, x.n_blocks), x.block)))
+
+
+def _begin(e, frame, arguments, x, softcap):
+    for name, value in zip(frames.ARGUMENTS, arguments, strict=True):
+        frame[name] = value
+    per_item = e.mul(frame.ne("q", 1), x.n_blocks)
+    items = e.mul(frame.ne("k", 2), frame.ne("q", 3))
+    size = e.add(x.fixed_size, e.mul(per_item, x.own_size))
+    frames.set_frame(e, frame, arguments, items, e.mul(per_item, x.states), size)
+    frames.store_scales(e, frame, softcap, frame["scratch"])
+    e.store(e.add(frame["scratch"], x.fixed["zeros"]), e.zero_i32())
+
+
+def _set_block(e, frame, x, load_row, b, area):
+    """Everything of a block that does not depend on the chunk."""
+    i, scratch = div(e, b, x.n_blocks), frame["scratch"]
+    rest = rem(e, frame.ne("k", 1), TILE)
+
+    def head(g):
+        last = x.group - 1
+        h = e.add(e.mul(frame["hk"], x.group), least(e, e.add(e.mul(rem(e, b, x.n_blocks), x.block), g), last))
+        row = e.add(frame["q"], frame.at("q", (1, i), (2, h), (3, frame["i3"])))
+        load_row(e, row, scratch, e.add(area, e.add(x.own["q"], e.mul(g, 4 * x.nk))))
+        e.store_value(e.add(area, e.mul(g, 4)), x.own["slopes"], frames.alibi_exponent(e, frame, h))
+        frames.store_sink(e, frame, h, e.add(area, e.add(x.own["sinks"], e.mul(g, 64))), 16)
+        copy = e.add(area, e.add(x.own["last"], e.mul(g, 32)))
+        at = e.add(area, e.mul(g, 8))
+        e.store_value(at, x.own["masks"], e.add(scratch, x.fixed["zeros"]))
+        e.store_value(at, x.own["last_masks"], copy)
+
+        def mask():
+            steps = (1, i), (2, rem(e, h, frame.ne("mask", 2))), (3, rem(e, frame["i3"], frame.ne("mask", 3)))
+            e.store_value(at, x.own["masks"], e.add(frame["mask"], frame.at("mask", *steps)))
+
+        when(e, frame.has_mask, mask)
+        at_rest = e.mul(e.sub(frame.ne("k", 1), rest), 2)
+        frames.copy_last_mask(e, frame, e.add(e.load(at, x.own["masks"], emit.I64), at_rest), rest, copy)
+
+    e.loop(x.block, [], lambda g: head(g) or [])
+    frames.finish_slopes(e, e.add(area, x.own["slopes"]))
+    e.loop(x.block, [], lambda g: tiles.reset.function(e, e.add(area, e.add(x.own["totals"], e.mul(g, x.state))), e.i64(x.nv // 16)))
+
+
+def _check_block(e, frame, x, kv, area):
+    """Is a tile open for a block: is it the last one or not all masks -inf?"""
+    full = e.b.icmp_signed("<=", e.add(kv, TILE), frame["end"])
+    is_open = choose(e, e.b.and_(full, frame.has_mask), 0, 1)
+    heads = choose(e, e.b.icmp_signed("==", frame.ne("mask", 2), e.i64(1)), 1, x.block)
+    heads = choose(e, e.b.icmp_signed("==", is_open, e.i64(1)), 0, heads)
+    half = emit.vector(emit.I16, TILE)
+
+    def head(g, found):
+        mask = e.load(e.add(area, e.mul(g, 8)), x.own["masks"], emit.I64)
+        other = e.b.xor(e.load(mask, e.mul(kv, 2), half), ir.Constant(half, [MINUS_INF] * TILE))
+        some = e.b.icmp_unsigned("!=", e.b.bitcast(other, ir.IntType(256)), ir.Constant(ir.IntType(256), 0))
+        return [choose(e, some, 1, found)]
+
+    (is_open,) = e.loop(heads, [is_open], head)
+    e.store_value(area, x.own["is_open"], is_open)
+    frame["is_open"] = e.b.or_(frame["is_open"], is_open)
+
+
+def _find_rows(e, frame, x, name, kind, n, kv, n_rows):
+    """Address and stride of a tile's 16 rows of K or V: in the cache, or in scratch where those are not as they must be."""
+    at = e.add(frame["scratch"], x.fixed[name])
+    if kind not in BYTES:
+        return at, e.i64(4 * padded(n))
+    stride, nbytes = frame.nb(name, 1), n * BYTES[kind]
+    row = e.add(frame[name], e.add(frame[name + "_offs"], e.mul(kv, stride)))
+    is_full = e.b.icmp_signed("==", n_rows, e.i64(TILE))
+    when(e, e.b.not_(is_full), lambda: frames.copy_rows(e, row, stride, n_rows, nbytes, at))
+    return choose(e, is_full, row, at), choose(e, is_full, stride, nbytes)
+
+
+@functools.cache
+def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
+    """The emitted pieces of the kernel, in the driver's order."""
+    shape = dk, dv, group
+    load_row, store_row = tiles.make_load_row(dk).function, tiles.make_store_row(dv).function
+    plain = [kind if kind in BYTES else "F32" for kind in (k_kind, v_kind)]
+    row_tile = tiles.make_row_tile(dk, dv, *plain, Layout(*shape).block, softcap).function
+
+    def begin(e, frame, arguments):
+        _begin(e, Frame(e, frame), arguments, Layout(*shape), softcap)
+
+    @emitted("frame item")
+    def set_item(e, frame, item):
+        x, frame = Layout(*shape), Frame(e, frame)
+        per_item = e.mul(frame.ne("q", 1), x.n_blocks)
+        own_states = e.add(frame["scratch"], x.fixed_size + x.own["states"])
+        frames.set_chunks(e, frame, item, e.mul(per_item, x.states), own_states)
+        frames.set_head(e, frame, div(e, item, frame["splits"]))
+        _loop_blocks(e, frame, x, lambda b, area: _set_block(e, frame, x, load_row, b, area))
+
+    @emitted("frame chunk")
+    def begin_chunk(e, frame, chunk):
+        x, frame = Layout(*shape), Frame(e, frame)
+        frames.set_range(e, frame, chunk)
+
+        def block(b, area):
+            at = _states_of(e, frame, x, b)
+            e.loop(x.block, [], lambda g: tiles.reset.function(e, e.add(at, e.mul(g, x.state)), e.i64(x.nv // 16)))
+
+        _loop_blocks(e, frame, x, block)
+
+    @emitted("frame kv")
+    def check_tile(e, frame, kv):
+        x, frame = Layout(*shape), Frame(e, frame)
+        frame["is_open"] = 0
+        _loop_blocks(e, frame, x, lambda b, area: _check_block(e, frame, x, kv, area))
+
+    @emitted("frame kv")
+    def run_tile(e, frame, kv):
+        x, frame = Layout(*shape), Frame(e, frame)
+        scratch, n_rows = frame["scratch"], least(e, TILE, e.sub(frame["end"], kv))
+        k, k_stride = _find_rows(e, frame, x, "k", k_kind, dk, kv, n_rows)
+        v, v_stride = _find_rows(e, frame, x, "v", v_kind, dv, kv, n_rows)
+        is_full = e.b.icmp_signed("==", n_rows, e.i64(TILE))
+        offset = choose(e, e.b.and_(is_full, frame.has_mask), e.mul(kv, 2), 0)
+        masks = choose(e, is_full, x.own["masks"], x.own["last_masks"])
+
+        def block(b, area):
+            def run():
+                row_tile(
+                    e, e.add(area, x.own["q"]), k, k_stride, v, v_stride, e.add(area, masks), offset,
+                    e.add(area, x.own["slopes"]), e.add(scratch, 4), _states_of(e, frame, x, b),
+                    e.add(scratch, x.fixed["weights"]),
+                )  # fmt: skip
+
+            when(e, e.b.icmp_signed("!=", e.load(area, x.own["is_open"], emit.I64), e.i64(0)), run)
+
+        _loop_blocks(e, frame, x, block)
+
+    @emitted("frame")
+    def end_chunk(e, frame):
+        x, frame = Layout(*shape), Frame(e, frame)
+
+        def block(b, area):
+            def head(g):
+                total, part = (e.add(area, e.add(x.own[name], e.mul(g, x.state))) for name in ("totals", "states"))
+                tiles.merge.function(e, total, part, e.i64(x.nv // 16))
+
+            e.loop(x.block, [], lambda g: head(g) or [])
+
+        when(e, less(e, frame["splits"], 2), lambda: _loop_blocks(e, frame, x, block))
+
+    @emitted("frame")
+    def end_item(e, frame):
+        x, frame = Layout(*shape), Frame(e, frame)
+
+        def block(b, area):
+            def head(g):
+                total = e.add(area, e.add(x.own["totals"], e.mul(g, x.state)))
+                tiles.finish.function(e, total, e.add(area, e.add(x.own["sinks"], e.mul(g, 64))), e.i64(x.nv // 16))
+                store_row(e, e.add(total, HEAD), _result(e, frame, x, b, g, frame["i3"], frame["hk"])[1])
+
+            e.loop(_real_heads(e, x, b), [], lambda g: head(g) or [])
+
+        when(e, less(e, frame["splits"], 2), lambda: _loop_blocks(e, frame, x, block))
+
+    return frames.emitted_with_arguments(begin), set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item
+
+
+@functools.cache
+def make_kernel(dk, dv, k_kind, v_kind, group, softcap):
+    """Kernel for a few queries."""
+    x = Layout(dk, dv, group)
+    pieces = make_pieces(dk, dv, k_kind, v_kind, group, softcap)
+    return frames.make_driver(pieces, k_kind, dk, v_kind, dv, x.fixed["k"], x.fixed["v"])
+
+
+@functools.cache
+def make_merge(dk, dv, group):
+    """Second kernel where items are split: merge the chunks in order, divide, store."""
+    shape = dk, dv, group
+    store_row = tiles.make_store_row(dv).function
+
+    def merge_rows(e, frame, arguments):
+        x, frame = Layout(*shape), Frame(e, frame)
+        _begin(e, frame, arguments, x, False)
+        n_blocks = e.mul(frame.ne("q", 1), x.n_blocks)
+        per_chunk, splits, heads = e.mul(n_blocks, x.states), frame["splits"], frame.ne("k", 2)
+        sink = frame["scratch"]
+
+        def one(pair):
+            item, b = div(e, pair, n_blocks), rem(e, pair, n_blocks)
+            first = e.add(frame["states_at"], e.add(e.mul(e.mul(item, splits), per_chunk), e.mul(b, x.states)))
+
+            def head(g):
+                total = e.add(first, e.mul(g, x.state))
+                n = e.i64(x.nv // 16)
+                e.loop(splits, [], lambda c: tiles.merge.function(e, total, e.add(total, e.mul(c, per_chunk)), n), start=1)
+                h, out = _result(e, frame, x, b, g, div(e, item, heads), rem(e, item, heads))
+                frames.store_sink(e, frame, h, sink, 16)
+                tiles.finish.function(e, total, sink, n)
+                store_row(e, e.add(total, HEAD), out)
+
+            e.loop(_real_heads(e, x, b), [], lambda g: head(g) or [])
+
+        total_blocks = e.mul(div(e, frame["n_items"], splits), n_blocks)
+        frames.loop_from(e, frame, total_blocks, one)
+
+    return frames.make_merge(frames.emitted_with_arguments(merge_rows))
