@@ -60,11 +60,11 @@ class TensorAllocator:
             MemoryError: the rest of the buffer is too small.
             ValueError: the tensor has data, or is a view.
         """
-        size = self.buffer.type.padded_size(tensor)
-        if self.offset + size > self.buffer.size:
+        size, left = self.buffer.type.padded_size(tensor), self.buffer.size - self.offset
+        if size > left:
             raise MemoryError(
-                f"TensorAllocator: the tensor must fit the buffer, got {size} bytes and {self.buffer.size - self.offset} left of "
-                f"{self.buffer.size} ('{tensor.name}')"
+                f"TensorAllocator: the tensor must fit the buffer, got {size} bytes and {left} left of {self.buffer.size} "
+                f"('{tensor.name}')"
             )
         tensor_alloc(self.buffer, tensor, self.buffer.base + self.offset)
         self.offset += size
@@ -325,9 +325,8 @@ class _Planner:
             elif self.tensors[i].view_src is not None:
                 placements.append(Placement("view"))
             else:
-                placements.append(Placement(
-                    "planned", self.buffer_ids[i], self.offsets[i], self.sizes[i], self.inplace[i], self.first[i], self.last[i]
-                ))  # fmt: skip
+                at = (self.buffer_ids[i], self.offsets[i], self.sizes[i])
+                placements.append(Placement("planned", *at, self.inplace[i], self.first[i], self.last[i]))
         return Plan(placements, [f.peak for f in self.free], self.n_leafs, self.shapes)
 
 

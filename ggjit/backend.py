@@ -102,8 +102,8 @@ class Buffer:
         address = tensor.data + offset
         if self.array is None or tensor.data == 0 or not self.contains(address, nbytes):
             raise ValueError(
-                f"Buffer: the data must lie in this {self.type.name} buffer of {self.size} bytes, got {nbytes} bytes at offset "
-                f"{address - self.base} ('{tensor.name}')"
+                f"Buffer: the data must lie in this {self.type.name} buffer of {self.size} bytes, got {nbytes} bytes "
+                f"at offset {address - self.base} ('{tensor.name}')"
             )
         return self.array[address - self.base : address - self.base + nbytes]
 
@@ -182,7 +182,8 @@ def as_bytes(data: Bytes) -> NDArray[np.uint8]:
 def _check_range(what: str, tensor: Tensor, offset: int, nbytes: int) -> None:
     if offset < 0 or nbytes < 0 or offset + nbytes > tensor.nbytes:
         raise ValueError(
-            f"{what}: the bytes must lie inside the tensor of {tensor.nbytes}, got {nbytes} at offset {offset} ('{tensor.name}')"
+            f"{what}: the bytes must lie inside the tensor of {tensor.nbytes}, got {nbytes} at offset {offset} "
+            f"('{tensor.name}')"
         )
 
 
@@ -193,8 +194,13 @@ class Backend(Protocol):
     be another process or machine.
     """
 
-    name: str
-    device: Device
+    @property
+    def name(self) -> str:
+        """As its device's."""
+
+    @property
+    def device(self) -> Device:
+        """What computes."""
 
     def supports(self, node: Tensor) -> bool:
         """Is there a kernel for the node's types and layout?"""
@@ -210,15 +216,15 @@ class Backend(Protocol):
 
 
 class Device(Protocol):
-    """One thing that computes.
+    """One thing that computes."""
 
-    Attributes:
-        name: "cpu", "cuda0", ...
-        description: the hardware's name.
-    """
+    @property
+    def name(self) -> str:
+        """Short name: "cpu", "cuda0", ..."""
 
-    name: str
-    description: str
+    @property
+    def description(self) -> str:
+        """The hardware's name."""
 
     def buffer_type(self) -> BufferType:
         """The type for activations and for weights that are not repacked."""

@@ -6,16 +6,24 @@ import weakref
 
 import numpy as np
 import pytest
+from gpt2_graph import gpt2
 
 import ggjit as gg
 from ggjit import types
 from ggjit.backend import (
-    Buffer, BufferType, alloc_ctx_tensors, buffer_from_array, ctx_tensors_size, devices, host_buffer_type, init_view, tensor_alloc,
+    Buffer,
+    BufferType,
+    alloc_ctx_tensors,
+    buffer_from_array,
+    ctx_tensors_size,
+    devices,
+    host_buffer_type,
+    init_view,
+    tensor_alloc,
 )  # fmt: skip
 from ggjit.backends.cpu import PANEL, pack_tensors
 from ggjit.context import aligned_bytes
 from ggjit.tensor import encode
-from gpt2_graph import gpt2
 
 
 class Remote(BufferType):
@@ -98,7 +106,9 @@ def test_s96_asserts() -> None:
         v = gg.view_1d(a, 8, 0).set_name("v")
     buffer = host_buffer_type().new_buffer(128)
     for offset in (-32, 96):
-        text = rf"tensor_alloc: the tensor must lie inside the buffer of 128 bytes, got 64 bytes at offset {offset} \('t0'\)"
+        text = (
+            rf"tensor_alloc: the tensor must lie inside the buffer of 128 bytes, got 64 bytes at offset {offset} \('t0'"
+        )
         with pytest.raises(ValueError, match=text):
             tensor_alloc(buffer, a, buffer.base + offset)
     assert a.data == 0 and a.buffer is None
@@ -150,7 +160,9 @@ def test_set_and_get_bytes() -> None:
     with pytest.raises(ValueError, match="get_tensor: the bytes must lie inside the tensor of 16, got 4 at offset -4"):
         a.buffer.get_tensor(a, -4, 4)
     other = host_buffer_type().new_buffer(64)
-    with pytest.raises(ValueError, match=r"Buffer: the data must lie in this host buffer of 64 bytes, got 16 bytes at offset"):
+    with pytest.raises(
+        ValueError, match=r"Buffer: the data must lie in this host buffer of 64 bytes, got 16 bytes at offset"
+    ):
         other.get_tensor(a)
 
 
@@ -174,15 +186,21 @@ def test_s95_mapped_file(tmp_path) -> None:
     _, (a, b) = headers((8, 2), (8,))
     tensor_alloc(buffer, a, buffer.base + 32)
     assert a.data == array.ctypes.data + 64 and a.numpy().ravel().tolist() == list(range(16, 32))
-    with pytest.raises(ValueError, match="tensor_alloc: the tensor must lie inside the buffer of 192 bytes, got 32 bytes at offset 192"):
+    with pytest.raises(
+        ValueError, match="tensor_alloc: the tensor must lie inside the buffer of 192 bytes, got 32 bytes at offset 192"
+    ):
         tensor_alloc(buffer, b, buffer.base + 192)
-    with pytest.raises(ValueError, match=r"set_tensor: the buffer must be writable, got a read-only mapped buffer \('t0'\)"):
+    with pytest.raises(
+        ValueError, match=r"set_tensor: the buffer must be writable, got a read-only mapped buffer \('t0'\)"
+    ):
         buffer.set_tensor(a, bytes(64))
     with pytest.raises(ValueError, match="clear: the buffer must be writable host memory, got a mapped buffer"):
         buffer.clear()
-    with pytest.raises(ValueError, match="Tensor.set: the data must be writable"):
+    with pytest.raises(ValueError, match=r"Tensor.set: the data must be writable"):
         a.set(0)
-    with pytest.raises(NotImplementedError, match="mapped buffer type: memory must come from outside, got a wish for 10 bytes"):
+    with pytest.raises(
+        NotImplementedError, match="mapped buffer type: memory must come from outside, got a wish for 10 bytes"
+    ):
         buffer.type.new_buffer(10)
     del mapping, array, buffer
     gc.collect()
@@ -196,7 +214,9 @@ def test_buffer_from_array_shares() -> None:
     tensor_alloc(buffer, t, buffer.base)
     t.set(2.0)
     assert memory.sum() == 32 and buffer.type is host_buffer_type()
-    with pytest.raises(ValueError, match=r"buffer_from_array: the array must be contiguous, got shape \(4, 2\) and strides \(16, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"buffer_from_array: the array must be contiguous, got shape \(4, 2\) and strides \(16, 8\)"
+    ):
         buffer_from_array(memory[:, ::2])
 
 
@@ -230,7 +250,9 @@ def test_memory_that_is_not_host_is_never_read_by_pointer() -> None:
         Buffer.get_tensor(buffer, a)
     with context:
         t = gg.transpose(b)
-    with pytest.raises(ValueError, match=r"Tensor.set: a tensor outside host memory must be contiguous, got nb \[16, 4, 64, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"Tensor.set: a tensor outside host memory must be contiguous, got nb \[16, 4, 64, 64\]"
+    ):
         t.set(0)
 
 
@@ -238,7 +260,11 @@ def test_devices() -> None:
     cpu = devices()[-1]
     assert cpu.name == "cpu" and cpu.description and cpu.buffer_type() is host_buffer_type()
     backend = cpu.new_backend()
-    assert backend.device is cpu and backend.supports_buffer_type(host_buffer_type()) and not backend.supports_buffer_type(Remote())
+    assert (
+        backend.device is cpu
+        and backend.supports_buffer_type(host_buffer_type())
+        and not backend.supports_buffer_type(Remote())
+    )
     memory = aligned_bytes(64)
     assert cpu.buffer_from_array(memory).base == memory.ctypes.data
     with gg.Context(1 << 16):
@@ -297,10 +323,12 @@ def test_panel_layout_of_floats() -> None:
 
 
 def test_panels_are_the_same_for_any_number_of_threads() -> None:
-    results = []
+    results, seen = [], []
     for n_threads in (1, 2, 3):
-        items = [panel_tensor(type, 256, n, seed=n) for type, n in ((types.Q4_0, 33), (types.F16, 100), (types.Q4_0, 16))]
-        seen: list[object] = []
+        items = [
+            panel_tensor(type, 256, n, seed=n) for type, n in ((types.Q4_0, 33), (types.F16, 100), (types.Q4_0, 16))
+        ]
+        seen.clear()
         pack_tensors(items, n_threads, lambda done, total: seen.append((done, total)), lambda t: seen.append(t))
         results.append([packed_bytes(t) for t, _ in items])
         sizes = np.cumsum([rows.nbytes for _, rows in items]).tolist()
@@ -315,7 +343,7 @@ def test_panels_are_the_same_for_any_number_of_threads() -> None:
 def test_panels_cannot_be_read_back() -> None:
     t, rows = panel_tensor(types.Q4_0, 32, 16)
     t.buffer.set_tensor(t, rows)
-    text = r"get_tensor: the tensor must lie in a host or mapped buffer to be read, got a panel buffer of repacked weights \('t0'\)"
+    text = r"get_tensor: the tensor must lie in a host or mapped buffer to be read, got a panel buffer of .* \('t0'\)"
     for act in (t.numpy, t.bytes, lambda: t.buffer.get_tensor(t)):
         with pytest.raises(NotImplementedError, match=text):
             act()
@@ -327,11 +355,15 @@ def test_panels_cannot_be_read_back() -> None:
 
 def test_panel_errors() -> None:
     t, rows = panel_tensor(types.Q4_0, 32, 16)
-    with pytest.raises(ValueError, match="set_tensor: a panel buffer must get all 288 bytes of a tensor at once, got 18 at offset 18"):
+    with pytest.raises(
+        ValueError, match="set_tensor: a panel buffer must get all 288 bytes of a tensor at once, got 18 at offset 18"
+    ):
         t.buffer.set_tensor(t, rows[:18], 18)
     context, (plain,) = headers((32, 2))
     alloc_ctx_tensors(context, host_buffer_type())
-    with pytest.raises(ValueError, match=r"pack_tensors: the tensor must lie in a panel buffer, got Buffer\(host.*\('t0'\)"):
+    with pytest.raises(
+        ValueError, match=r"pack_tensors: the tensor must lie in a panel buffer, got Buffer\(host.*\('t0'\)"
+    ):
         pack_tensors([(plain, rows)])
     with pytest.raises(ValueError, match=r"pack_tensors: rows must be contiguous and of 288 bytes, got 144 \('t0'\)"):
         pack_tensors([(t, rows[::2])])

@@ -42,7 +42,9 @@ def test_s41_bad_memory(bad: str) -> None:
         memory.flags.writeable = False
     else:
         memory = memory[8:]
-    with pytest.raises(ValueError, match="Context: mem_buffer must be writable, hold 1000 bytes and lie at a multiple of 16, got"):
+    with pytest.raises(
+        ValueError, match="Context: mem_buffer must be writable, hold 1000 bytes and lie at a multiple of 16, got"
+    ):
         gg.Context(1000, memory)
 
 
@@ -224,4 +226,6 @@ def test_s106_no_numba_at_import() -> None:
         "with ggjit.Context(1 << 18):\n    ggjit.build(ggjit.new_tensor(ggjit.F32, 2).set(1.0))\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -9,7 +9,15 @@ import pytest
 import ggjit as gg
 from ggjit import types
 from ggjit.tensor import (
-    FLAG_INPUT, FLAG_OUTPUT, FLAG_PARAM, RECORD, Tensor, attach, can_repeat, encode, same_shape
+    FLAG_INPUT,
+    FLAG_OUTPUT,
+    FLAG_PARAM,
+    RECORD,
+    Tensor,
+    attach,
+    can_repeat,
+    encode,
+    same_shape,
 )  # fmt: skip
 
 
@@ -234,7 +242,9 @@ def test_no_data_is_an_error() -> None:
     with gg.Context(4096, no_alloc=True):
         t = gg.new_tensor(types.F32, 4, name="w")
     for act in (t.numpy, t.bytes, lambda: t.set(0.0)):
-        with pytest.raises(ValueError, match=r"Tensor: data must be allocated before it is read or set, got none \('w'\)"):
+        with pytest.raises(
+            ValueError, match=r"Tensor: data must be allocated before it is read or set, got none \('w'\)"
+        ):
             act()
 
 
@@ -289,7 +299,7 @@ def test_read_only_memory_is_not_written() -> None:
         array = np.zeros(4, np.float32)
         array.flags.writeable = False
         t = gg.from_numpy(array)
-    with pytest.raises(ValueError, match="Tensor.set: the data must be writable, got read-only memory"):
+    with pytest.raises(ValueError, match=r"Tensor.set: the data must be writable, got read-only memory"):
         t.set(1.0)
 
 
@@ -309,4 +319,7 @@ def test_views_of_an_arena_keep_it_alive() -> None:
 def test_repr(context: gg.Context) -> None:
     a = gg.new_tensor(types.F32, 3, 2, name="a")
     assert repr(a) == "Tensor('a' F32, ne [3, 2], shape (2, 3))"
-    assert repr(gg.transpose(a)) == "Tensor('a (transposed)' F32, ne [2, 3], shape (3, 2), nb [12, 4, 24, 24]) = transpose('a')"
+    assert (
+        repr(gg.transpose(a))
+        == "Tensor('a (transposed)' F32, ne [2, 3], shape (3, 2), nb [12, 4, 24, 24]) = transpose('a')"
+    )

@@ -1,9 +1,9 @@
 """The CPU: its buffer types, its device and its backend.
 
-    host     plain memory: activations, caches, weights as they are in the file
-    mapped   a read-only file mapping: weights used where they lie, read from the disk when first touched
-    panel    weights of matrix products, 16 rows interleaved (see `ggjit.ops.quants.quant`): bytes are repacked when they
-             come in and cannot be had back
+host     plain memory: activations, caches, weights as they are in the file
+mapped   a read-only file mapping: weights used where they lie, read from the disk when first touched
+panel    weights of matrix products, 16 rows interleaved (see `ggjit.ops.quants.quant`): bytes are repacked when they
+         come in and cannot be had back
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class HostBufferType(BufferType):
     name = "host"
 
     def new_buffer(self, size: int, usage: Usage = "any") -> Buffer:
+        """Allocate zeroed memory."""
         return Buffer(self, aligned_bytes(max(size, self.alignment), BASE_ALIGN), usage)
 
 
@@ -55,14 +56,16 @@ class PanelBufferType(BufferType):
         return tensor.view_src is None and tensor.is_contiguous and not tensor.is_empty and _has_panel(tensor.type)
 
     def alloc_size(self, tensor: Tensor) -> int:
+        """Bytes of the tensor's panels, the last one filled up to 16 rows."""
         from ggjit.ops.lib.panel_kernels import panel_nbytes
 
         if not self.supports(tensor):  # `Buffer.init_tensor` refuses it
             return 0
         ne = tensor.ne
-        return int(panel_nbytes(tensor.type, ne[0], ne[1])) * ne[2] * ne[3]
+        return int(panel_nbytes(tensor.type, ne[0], ne[1])) * ne[2] * ne[3]  # type: ignore[no-untyped-call]
 
     def new_buffer(self, size: int, usage: Usage = "any") -> Buffer:
+        """Allocate zeroed memory."""
         return PanelBuffer(self, aligned_bytes(max(size, self.alignment), BASE_ALIGN), usage)
 
 
@@ -80,8 +83,8 @@ class PanelBuffer(Buffer):
         rows = as_bytes(data)
         if offset or rows.nbytes != tensor.nbytes:
             raise ValueError(
-                f"set_tensor: a panel buffer must get all {tensor.nbytes} bytes of a tensor at once, got {rows.nbytes} at offset "
-                f"{offset} ('{tensor.name}')"
+                f"set_tensor: a panel buffer must get all {tensor.nbytes} bytes of a tensor at once, got {rows.nbytes} "
+                f"at offset {offset} ('{tensor.name}')"
             )
         pack_tensors([(tensor, rows)], 1)
 
@@ -92,7 +95,8 @@ class PanelBuffer(Buffer):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"get_tensor: the tensor must lie in a host or mapped buffer to be read, got a panel buffer of repacked weights ('{tensor.name}')"
+            "get_tensor: the tensor must lie in a host or mapped buffer to be read, got a panel buffer of repacked "
+            f"weights ('{tensor.name}')"
         )
 
 
@@ -107,7 +111,7 @@ def _has_panel(type: Type) -> bool:
     return type.name in UNITS or type.quant is not None
 
 
-# --- packing ------------------------------------------------------------------------------------------------------------
+# --- packing ----------------------------------------------------------------------------------------------------------
 
 
 class _Job(NamedTuple):
@@ -152,7 +156,9 @@ def pack_tensors(
     for i, job in enumerate(jobs):
         failed = program.run(pool, i, i + 1)
         if failed is not None:
-            raise RuntimeError(f"pack_tensors: kernel {job.kernel.name} must return 0, got status {failed[1]} ('{job.tensor.name}')")
+            raise RuntimeError(
+                f"pack_tensors: kernel {job.kernel.name} must return 0, got status {failed[1]} ('{job.tensor.name}')"
+            )
         done += job.rows.nbytes
         if on_packed is not None:
             on_packed(job.tensor)
@@ -169,7 +175,9 @@ def _jobs(items: Sequence[tuple[Tensor, NDArray[np.uint8]]]) -> list[_Job]:
             if t.buffer is None or t.buffer.type is not PANEL:
                 raise ValueError(f"pack_tensors: the tensor must lie in a panel buffer, got {t.buffer} ('{t.name}')")
             if rows.nbytes != t.nbytes or not rows.flags.c_contiguous:
-                raise ValueError(f"pack_tensors: rows must be contiguous and of {t.nbytes} bytes, got {rows.nbytes} ('{t.name}')")
+                raise ValueError(
+                    f"pack_tensors: rows must be contiguous and of {t.nbytes} bytes, got {rows.nbytes} ('{t.name}')"
+                )
             source = new_node(NONE, t.type, t.ne)
             source.data = rows.ctypes.data
             record = new_node(NONE, I8, (PANEL.alloc_size(t), 1, 1, 1), (source,))
@@ -178,7 +186,7 @@ def _jobs(items: Sequence[tuple[Tensor, NDArray[np.uint8]]]) -> list[_Job]:
     return jobs
 
 
-# --- device and backend -------------------------------------------------------------------------------------------------
+# --- device and backend -----------------------------------------------------------------------------------------------
 
 
 class CpuBackend:

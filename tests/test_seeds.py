@@ -1,0 +1,217 @@
+"""What ggml's memory and graph are described to do, where it takes several modules: values measured on ggml itself."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpt2_graph import SMALL, TINY, Gpt2, gpt2, gpt2_graph, graph_context
+
+import ggjit as gg
+from ggjit import types
+from ggjit.alloc import GraphAllocator
+from ggjit.backend import alloc_ctx_tensors, host_buffer_type
+
+HOST = host_buffer_type()
+
+
+@pytest.fixture(scope="module")
+def table_2() -> gg.Graph:
+    """GPT-2 small with N = 5 new tokens after 3: L = 8."""
+    with graph_context():
+        return gpt2_graph(gpt2(), 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ne", "nb", "contiguous"),
+    [
+        ("Qcur-0", (768, 5, 1, 1), (4, 9216, 46080, 46080), False),  # S32
+        ("Q-0", (64, 5, 12, 1), (4, 3072, 256, 15360), False),  # S33
+        ("K-0", (64, 8, 12, 1), (4, 3072, 256, 24576), False),  # S34
+        ("V-0", (8, 64, 12, 1), (3072, 4, 256, 24576), False),  # S35
+        ("V_trans-0", (8, 64, 12, 1), (4, 32, 2048, 24576), True),  # S36
+        ("KQ-0", (8, 5, 12, 1), (4, 32, 160, 1920), True),  # S37
+        ("KQV-0", (64, 5, 12, 1), (4, 256, 1280, 15360), True),  # S39
+        ("KQV_merged-0", (64, 12, 5, 1), (4, 1280, 256, 15360), False),  # S39
+        ("KQV_out-0", (768, 5, 1, 1), (4, 3072, 15360, 15360), True),  # S39
+    ],
+)
+def test_s32_to_s39_table_2(
+    table_2: gg.Graph, name: str, ne: tuple[int, ...], nb: tuple[int, ...], contiguous: bool
+) -> None:
+    t = table_2.get_tensor(name)
+    assert (t.ne, t.nb, t.is_contiguous) == (ne, nb, contiguous)
+    assert t.is_transposed == (name == "V-0")
+
+
+def test_s22_s34_offsets_into_the_cache() -> None:
+    with graph_context():
+        graph = gpt2_graph(gpt2(), 3, 5)
+    il, row = 7, 4 * SMALL.n_embd
+    k = graph.get_tensor(f"K-{il}")
+    assert k.view_src.name == "model/memory_k" and k.view_offs == row * il * SMALL.n_ctx
+    writes = [t for t in graph.nodes if t.op.name == "cpy" and t.view_src.name == "model/memory_v"]
+    assert [t.view_offs for t in writes] == [row * (il * SMALL.n_ctx + 3) for il in range(12)]
+
+
+def test_s38_v_is_refused_until_it_is_copied() -> None:
+    with graph_context():
+        for length in (8, 1):
+            cache = gg.new_tensor(types.F32, 64, 12, length)
+            v = gg.permute(cache, 1, 2, 0, 3)
+            weights = gg.new_tensor(types.F32, length, 5, 12)
+            assert v.is_transposed and v.is_contiguous == (length == 1)
+            with pytest.raises(ValueError, match="mul_mat: src0 must not be transposed, got nb"):
+                gg.mul_mat(v, weights)
+            assert gg.mul_mat(gg.cont(v), weights).ne == (64, 5, 12, 1)
+
+
+def test_s40_the_chain_between_kq_and_kqv(table_2: gg.Graph) -> None:
+    t, ops = table_2.get_tensor("KQV-0").src[1], []
+    while t.name != "KQ-0":
+        ops.append(t.op.name)
+        t = t.src[0]
+    assert ops == ["soft_max", "diag_mask_inf", "scale"]
+
+
+def test_s48_s71_s78_counts_and_sizes() -> None:
+    model = gpt2()
+    assert model.weights.mem_size == 55936 and model.weights.used_mem() == 54832
+    assert SMALL.n_weights == 152 and model.weights.n_objects == 149
+    with graph_context() as context:
+        graph = gpt2_graph(model, 0, 32)
+    assert context.used_mem() == 345168
+    views = [t for t in graph.nodes if t.is_view]
+    assert (graph.n_nodes, len(views), graph.n_nodes - len(views)) == (487, 180, 307)
+    assert graph.n_leafs == 149 - 1 + 2 + 2 + 1  # weights, cache, inputs
+
+
+def test_s107_light_metadata_heavy_data() -> None:
+    model = gpt2(types.F16)
+    headers = model.weights.used_mem() + model.cache.used_mem()
+    data = sum(t.nbytes for t in model.tensors.values())
+    assert headers < data / 5000
+
+
+def test_s57_the_guide_s_example() -> None:
+    with gg.Context(16 << 20) as context:
+        x, a, b = (gg.new_tensor(types.F32, 1) for _ in range(3))
+        x.set_param()
+        f = gg.add(gg.mul(a, gg.mul(x, x)), b)
+        graph = gg.Graph()
+        graph.build_forward_expand(f)
+        for t, value in ((x, 2), (a, 3), (b, 4)):
+            t.set(value)
+        assert graph.n_nodes == 4 and graph.n_leafs == 2
+        assert f.numpy().item() == 0  # S56: nothing is computed before it is asked for
+        assert context.used_mem() == 84944 - 32  # S53: ggml adds the header of its work buffer
+        graph.compute_with_ctx(context, 1)
+    assert f.numpy().item() == 16
+    assert [o.kind for o in context.objects()] == ["tensor"] * 6 + ["graph", "work_buffer"]
+
+
+def test_s55_s102_a_graph_runs_many_times_in_the_same_memory() -> None:
+    with gg.Context(1 << 20) as context:
+        x = gg.new_tensor(types.F32, 8)
+        f = gg.add(gg.mul(x, x), x)
+        graph = gg.build(f, 16)
+    used = context.used_mem()
+    for value in range(5):
+        x.set(value)
+        graph.compute(1)
+        assert f.numpy().ravel().tolist() == [value * value + value] * 8
+    assert context.used_mem() == used
+
+
+def test_s69_headers_in_an_arena_data_from_an_allocator() -> None:
+    with gg.Context(1 << 20, no_alloc=True):
+        x = gg.new_tensor(types.F32, 8).set_input()
+        f = gg.add(gg.mul(x, x), x)
+        graph = gg.build(f, 16)
+    allocator = GraphAllocator(HOST)
+    assert allocator.alloc_graph(graph)
+    x.set(3.0)
+    for _ in range(2):  # inputs are still there for the second run
+        graph.compute(2)
+        assert f.numpy().ravel().tolist() == [12.0] * 8
+
+
+def test_compute_allocates_what_has_no_data_and_what_is_added_later() -> None:
+    with gg.Context(1 << 20, no_alloc=True):
+        x = gg.from_numpy(np.arange(8, dtype=np.float32))
+        f = gg.mul(x, x)
+        graph = gg.build(f, 16)
+        graph.compute(1)
+        assert f.numpy().ravel().tolist() == [i * i for i in range(8)]
+        g = gg.add(f, x)
+        graph.build_forward_expand(g)
+    graph.compute(1)
+    assert g.numpy().ravel().tolist() == [i * i + i for i in range(8)]
+
+
+def test_s62_lifetimes_weights_cache_intermediates(tiny: Gpt2) -> None:
+    """Weights and the cache outlive the graph's memory; intermediates share bytes."""
+    with graph_context():
+        graph = gpt2_graph(tiny, 0, 4)
+    plan = GraphAllocator(HOST).measure(graph)
+    tensors = [*graph.leafs, *graph.nodes]
+    kinds = {t.name: p.kind for t, p in zip(tensors, plan.placements, strict=True)}
+    assert {kinds[name] for name in tiny.tensors if name in kinds} == {"external"}
+    planned = [p.size for t, p in zip(tensors, plan.placements, strict=True) if p.kind == "planned"]
+    assert sum(planned) > 3 * plan.sizes[0]
+
+
+# -- planned memory gives the same bits as a place for everything ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Gpt2:
+    model = gpt2(types.F32, TINY)
+    rng = np.random.default_rng(0)
+    for context in (model.weights, model.cache):
+        alloc_ctx_tensors(context, HOST)
+        for t in context.tensors.values():
+            t.set(rng.standard_normal(t.ne[::-1]) * 0.2 if context is model.weights else 0.0)
+    return model
+
+
+def evaluate(model: Gpt2, graph: gg.Graph, tokens: list[int], n_past: int) -> np.ndarray:
+    graph.get_tensor("embd").set(tokens)
+    graph.get_tensor("position").set(range(n_past, n_past + len(tokens)))
+    graph.compute(2)
+    return graph.nodes[-1].numpy()[0, 0].copy()
+
+
+def prompt_runs(model: Gpt2, allocator: GraphAllocator | None, sizes: list[int]) -> np.ndarray:
+    """Logits of a prompt of 14 tokens, given in runs."""
+    for t in model.cache.tensors.values():
+        t.set(0.0)
+    tokens, n_past, logits = list(range(3, 17)), 0, []
+    for n in sizes:
+        with graph_context(allocator is not None, 1 << 22):
+            graph = gpt2_graph(model, n_past, n)
+        if allocator is not None:
+            assert allocator.alloc_graph(graph)
+        logits.append(evaluate(model, graph, tokens[n_past : n_past + n], n_past))
+        n_past += n
+    return np.concatenate(logits)
+
+
+def test_s68_s72_planned_memory_gives_the_same_bits(tiny: Gpt2) -> None:
+    own = prompt_runs(tiny, None, [14])
+    allocator = GraphAllocator(HOST)
+    with graph_context():
+        allocator.reserve(gpt2_graph(tiny, TINY.n_ctx - 6, 6))
+    size = allocator.get_buffer_size()
+    assert np.isfinite(own).all() and np.ptp(own) > 1
+    assert np.array_equal(prompt_runs(tiny, allocator, [6, 6, 2]), own)
+    assert allocator.get_buffer_size() == size
+    assert np.array_equal(prompt_runs(tiny, allocator, [14]), own)
+    assert allocator.get_buffer_size() > size
+
+
+def test_s106_few_dependencies() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert len(tomllib.loads(text)["project"]["dependencies"]) == 3
