@@ -98,11 +98,13 @@ def _register_binary(op, result, emit):
 
 def _register():
     for op, instructions in _ARITHMETIC.items():
-        _register_binary(
-            op,
-            lambda vector, i=instructions: vector if vector.elem in i else None,
-            lambda b, elem, x, y, i=instructions: getattr(b, i[elem])(x, y),
-        )
+        in_place = getattr(operator, f"i{op.__name__.strip('_')}")  # `acc += v`
+        for each in (op, in_place):
+            _register_binary(
+                each,
+                lambda vector, i=instructions: vector if vector.elem in i else None,
+                lambda b, elem, x, y, i=instructions: getattr(b, i[elem])(x, y),
+            )
     for op, sign in _COMPARISONS.items():
         _register_binary(
             op,
