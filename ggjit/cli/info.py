@@ -29,9 +29,9 @@ def package_version(name: str) -> str:
         return "not installed"
 
 
-def folder_size(folder: Path | None) -> tuple[int, int]:
-    """Number and bytes of the files below a folder; (0, 0) if there is none."""
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder is not None and folder.is_dir() else []
+def folder_size(folder: Path | None, pattern: str) -> tuple[int, int]:
+    """Number and bytes of the files in a folder whose names match; (0, 0) if there is no folder."""
+    files = list(folder.glob(pattern)) if folder is not None and folder.is_dir() else []
     return len(files), sum(path.stat().st_size for path in files)
 
 
@@ -45,8 +45,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _folder(path: Path | None) -> dict[str, Any]:
-    n, nbytes = folder_size(path)
+def _folder(path: Path | None, pattern: str) -> dict[str, Any]:
+    n, nbytes = folder_size(path, pattern)
     return {"path": None if path is None else str(path), "files": n, "nbytes": nbytes}
 
 
@@ -63,8 +63,8 @@ def collect() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": {"name": _cpu_name(), "level": cpu.cpu_level(), "llvm_name": name, "features": features.split(",")},
         "threads": {"default": threads, "why": why, "cpus": os.cpu_count()},
-        "kernel_cache": _folder(kernel_cache.folder()) | {"limit": kernel_cache.LIMIT},
-        "models": _folder(pull.models_folder()),
+        "kernel_cache": _folder(kernel_cache.folder(), "*.o") | {"limit": kernel_cache.LIMIT},
+        "models": _folder(pull.models_folder(), "**/*.gguf"),
     }
 
 

@@ -101,12 +101,25 @@ def _wheel() -> bool:
         python = venv / "bin" / "python"
         env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env["GGJIT_CACHE_DIR"] = str(folder / "cache")
+        model = _model()
+        install = f"{wheel}[llm]" if model is not None else str(wheel)
+        words = ("run", model, "-p", "The capital of France is", "-n", "4", "--temp", "0")
         return (
             _call(sys.executable, "-m", "venv", venv)
-            and _call(python, "-m", "pip", "--disable-pip-version-check", "-q", "install", wheel, cwd=folder, env=env)
+            and _call(python, "-m", "pip", "--disable-pip-version-check", "-q", "install", install, cwd=folder, env=env)
             and _call(python, "-I", "-c", USE_WHEEL, cwd=folder, env=env)
             and _call(venv / "bin" / "ggjit", "info", cwd=folder, env=env)
+            and (model is None or _call(venv / "bin" / "ggjit", *map(str, words), cwd=folder, env=env))
         )
+
+
+def _model() -> Path | None:
+    """The small default model, if `ggjit pull` has fetched it."""
+    from ggjit.pull import SMOLLM2, models_folder
+
+    folder = models_folder()
+    found = None if folder is None else folder / SMOLLM2.file
+    return found if found is not None and found.exists() else None
 
 
 PARTS: dict[str, Callable[[], bool]] = {

@@ -69,11 +69,23 @@ def _described(path: Path, threads: Sequence[int], model: Path | None) -> Iterat
     facts = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(facts, dict) or "file" not in facts:
         return
-    file = path.parent / facts["file"]
-    if not file.exists() and model is not None and model.name == file.name:
-        file = model
+    file = _find_file(path.parent / facts["file"], model)
+    if file is None:
+        print(f"not run: {path.stem}, since {facts['file']} is not here; give it by --model", file=sys.stderr)
+        return
     yield from reference_vocab.jobs(path, facts, file)
     yield from reference_models.jobs(path, facts, file, threads)
+
+
+def _find_file(beside: Path, model: Path | None) -> Path | None:
+    """A described file: beside its description, given by name, or fetched by `ggjit pull`."""
+    from ggjit.pull import models_folder
+
+    fetched = models_folder()
+    places = [beside, *([model] if model is not None and model.name == beside.name else [])]
+    if fetched is not None:
+        places += fetched.rglob(beside.name)
+    return next((place for place in places if place.exists()), None)
 
 
 def run_paths(
