@@ -289,7 +289,7 @@ def _from_hub(repo: str, file: str, folder: Path, progress: bool) -> tuple[Path,
     except errors.RepositoryNotFoundError:
         hint = "; for one that is not public log in by `hf auth login`"
         raise FileNotFoundError(f"pull: the hub must have the repository {repo}, got no such one{hint}") from None
-    except errors.RemoteEntryNotFoundError:
+    except getattr(errors, "RemoteEntryNotFoundError", errors.EntryNotFoundError):
         raise FileNotFoundError(f"pull: {repo} must have the file {file}, got no such file") from None
     except Exception as error:  # of requests or of httpx, by the version of the package
         reason = " ".join(str(error).split()) or type(error).__name__

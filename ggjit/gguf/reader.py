@@ -39,6 +39,8 @@ __all__ = ["GgufFile", "Metadata", "TensorInfo", "ValueType"]
 
 MAX_DIMS = 4
 MAX_NAME = 63  # bytes of a tensor's name
+MAX_KEY = 65535  # bytes of a metadata key
+_SHOWN = 64  # characters of a key in an error
 _MAX_NESTING = 8
 _ALIGNMENT = 32
 
@@ -144,9 +146,11 @@ class _Reader:
             raise self.fail(f"{_of(what, name)} must fit in the file, got {n} with {left} bytes left", at)
         return n
 
-    def text(self, what: str) -> str:
+    def text(self, what: str, longest: int) -> str:
         at = self.pos
         length = self.count(1, "length of", what)
+        if length > longest:
+            raise self.fail(f"{what} must be at most {longest} bytes, got {length}", at)
         start = self.need(length, what)
         try:
             return str(self.view[start : start + length], "utf-8")
@@ -282,11 +286,12 @@ def _metadata(reader: _Reader, mapping: Mapping, n: int) -> Metadata:
     kv = Metadata(mapping)
     for _ in range(n):
         at = reader.pos
-        key = reader.text("metadata key")
+        key = reader.text("metadata key", MAX_KEY)
         if key in kv:
-            raise reader.fail(f"metadata keys must differ, got {key!r} twice", at)
-        kind = reader.value_type("type of", key)
-        kv._add(key, kind, reader.skip(kind, key), at)
+            raise reader.fail(f"metadata keys must differ, got {key[:_SHOWN]!r} twice", at)
+        name = key if key.isprintable() and len(key) <= _SHOWN else repr(key[:_SHOWN])
+        kind = reader.value_type("type of", name)
+        kv._add(key, kind, reader.skip(kind, name), at)
     return kv
 
 
@@ -314,9 +319,7 @@ def _tensor_sizes(reader: _Reader, name: str) -> tuple[tuple[int, int, int, int]
 def _tensor(reader: _Reader, file: int) -> TensorInfo:
     """One entry of the tensor list; its offset is still relative to the data."""
     at = reader.pos
-    name = reader.text("tensor name")
-    if len(name.encode()) > MAX_NAME:
-        raise reader.fail(f"tensor name must be at most {MAX_NAME} bytes, got {len(name.encode())} ({name!r})", at)
+    name = reader.text("tensor name", MAX_NAME)
     ne, n_dims = _tensor_sizes(reader, name)
     type_at = reader.pos
     type_id = reader.u32("type of", repr(name))
