@@ -63,8 +63,8 @@ class TensorAllocator:
         size, left = self.buffer.type.padded_size(tensor), self.buffer.size - self.offset
         if size > left:
             raise MemoryError(
-                f"TensorAllocator: the tensor must fit the buffer, got {size} bytes and {left} left of {self.buffer.size} "
-                f"('{tensor.name}')"
+                f"TensorAllocator: the tensor must fit the buffer, got {size} bytes and {left} left of "
+                f"{self.buffer.size} ('{tensor.name}')"
             )
         tensor_alloc(self.buffer, tensor, self.buffer.base + self.offset)
         self.offset += size

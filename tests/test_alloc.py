@@ -120,13 +120,20 @@ def test_s74_mlp_in_two_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "peak", "sum_mib"), [(1, 3210304, 39.6), (8, 3661888, 65.0), (32, 6629504, 151.8), (512, 106072064, 1889)]
+    ("n", "peak", "least", "sum_mib"),
+    [
+        (1, 3210304, 3210304, 39.6),
+        (8, 3661888, 3661888, 65.0),
+        # Less than ggml: the last norm writes over its source, which ggml's planner does not allow.
+        (32, 6629504, 6531456, 151.8),
+        (512, 106072064, 104503296, 1889),
+    ],
 )
-def test_s68_s70_peaks_of_gpt2(model: Gpt2, n: int, peak: int, sum_mib: float) -> None:
+def test_s68_s70_peaks_of_gpt2(model: Gpt2, n: int, peak: int, least: int, sum_mib: float) -> None:
     with graph_context():
         graph = gpt2_graph(model, SMALL.n_ctx - n, n)
     plan = GraphAllocator(HOST).measure(graph)
-    assert 0.9 * peak < plan.sizes[0] <= peak
+    assert plan.sizes == [least] and least <= peak
     own = sum(t.nbytes for t in graph.nodes if not t.is_view)
     assert own / 2**20 == pytest.approx(sum_mib, abs=0.5)
     assert own / plan.sizes[0] > 12.9

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import weakref
 
 import numpy as np
@@ -23,6 +22,7 @@ from ggjit.backend import (
 )  # fmt: skip
 from ggjit.backends.cpu import PANEL, pack_tensors
 from ggjit.context import aligned_bytes
+from ggjit.gguf.mapping import Mapping
 from ggjit.tensor import encode
 
 
@@ -178,9 +178,8 @@ def test_clear() -> None:
 def test_s95_mapped_file(tmp_path) -> None:
     path = tmp_path / "data"
     path.write_bytes(np.arange(64, dtype=np.float32).tobytes())
-    with open(path, "rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    array = np.frombuffer(mapping, np.uint8)
+    mapping = Mapping(path)
+    array = mapping.data
     buffer = buffer_from_array(array[32:224])
     assert (buffer.type.name, buffer.type.is_host, buffer.usage, buffer.size) == ("mapped", True, "weights", 192)
     _, (a, b) = headers((8, 2), (8,))
@@ -338,6 +337,26 @@ def test_panels_are_the_same_for_any_number_of_threads() -> None:
     for other in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
     pack_tensors([])
+
+
+def test_s99_packing_from_a_mapped_file_gives_its_pages_back(tmp_path) -> None:
+    items = [panel_tensor(types.Q8_0, 256, n, seed=n) for n in (64, 48)]
+    path = tmp_path / "weights"
+    path.write_bytes(b"".join(rows.tobytes() for _, rows in items))
+    pack_tensors(items, 1)
+    want = [packed_bytes(t) for t, _ in items]
+    offsets, given = {items[0][0]: 0, items[1][0]: items[0][1].nbytes}, []
+    with Mapping(path) as mapping:
+
+        def give_back(t: gg.Tensor) -> None:
+            given.append(t)
+            mapping.advise_dontneed(offsets[t], t.nbytes)
+
+        for t, _ in items:
+            t.buffer.clear()
+        pack_tensors([(t, mapping.data[offsets[t] : offsets[t] + t.nbytes]) for t, _ in items], 2, on_packed=give_back)
+    assert given == [t for t, _ in items]
+    assert all(np.array_equal(packed_bytes(t), w) for (t, _), w in zip(items, want, strict=True))
 
 
 def test_panels_cannot_be_read_back() -> None:
