@@ -143,7 +143,15 @@ class Placement(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What a plan rests on for one tensor, its size aside; tensors are told by their positions."""
+    """What a plan rests on for one tensor, its size aside; tensors are told by their positions.
+
+    Attributes:
+        op: its id.
+        marks: FLAG_INPUT and FLAG_OUTPUT.
+        external: has it data of its own.
+        root: what a view shows; -1 if that is not in the graph.
+        sources: of the op.
+    """
 
     op: int
     marks: int
@@ -178,7 +186,9 @@ class Plan:
         shapes = _shapes(tensors, is_own)
         if shapes != self.shapes:
             i = next(i for i, (a, b) in enumerate(zip(shapes, self.shapes, strict=True)) if a != b)
-            return f"'{tensors[i].name}' is planned as {self.shapes[i]}, got {shapes[i]}"
+            what = zip(_Shape._fields, self.shapes[i], shapes[i], strict=True)
+            name, had, has = next(w for w in what if w[1] != w[2])
+            return f"'{tensors[i].name}' is planned with {name} {had}, got {has}"
         for t, p in zip(tensors, self.placements, strict=True):
             if p.buffer_id < 0:
                 continue
@@ -208,9 +218,10 @@ def _shapes(tensors: Sequence[Tensor], is_own: Callable[[Tensor], bool]) -> list
         root, external = -1, False
         if t.view_src is not None:
             root = index.get(t.view_src, -1)
-            if root < 0 and t.view_src.data == 0:
+            if root < 0 and (t.view_src.data == 0 or is_own(t.view_src)):
                 raise ValueError(
-                    f"GraphAllocator: a viewed tensor must be in the graph or have data, got none ('{t.view_src.name}')"
+                    "GraphAllocator: a viewed tensor must be in the graph or have data of its own, got none "
+                    f"('{t.view_src.name}')"
                 )
         else:
             external = t.data != 0 and not is_own(t)
