@@ -401,6 +401,10 @@ class Emit:
         """i32 shifted right, zeros in."""
         return x if n == 0 else self.map(self.b.lshr, x, self.i32_const(n))
 
+    def sar_i32(self, x, n):
+        """i32 shifted right, the sign in; left if n is negative."""
+        return self.map(self.b.ashr, x, self.i32_const(n)) if n > 0 else self.shl_i32(x, -n)
+
     def and_i32(self, x, n):
         """i32 masked by a constant."""
         return self.map(self.b.and_, x, self.i32_const(n))

@@ -30,6 +30,7 @@ memory = lazy_module("ggjit.ops.lib.memory")
 
 RUN, ACT = 32, 64  # k of a run; bytes of its activations
 D, SUMS, SUM, NEG_SUMS, NEG_SUM, CODES = 0, 4, 12, 16, 24, 32  # offsets in the activations' record
+OFFSET_SHIFT = 7  # the record holds -sum << 7, the start of a sum whose weights have 128 added
 AHEAD = 8192  # bytes of prefetch to L2 where arithmetic takes about as long as memory
 
 
@@ -112,7 +113,7 @@ def accumulate(e, runs, cols, acc, limit, before_run=None):
             init = [e.zero_i32()] * len(cols)
             if part.offset_shift is not None:
                 sums_at = at + (NEG_SUM if one else NEG_SUMS + 4 * j)
-                init = [e.shl_i32(e.splat_i32(y, sums_at), part.offset_shift) for y in cols]
+                init = [e.sar_i32(e.splat_i32(y, sums_at), OFFSET_SHIFT - part.offset_shift) for y in cols]
             sums = _sums(e, part, init, cols, at + CODES + 4 * k, limit)
             k += len(part.operands)
             for c, s in enumerate(sums):

@@ -7,8 +7,8 @@ act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
 | 0..3 | d, f32: max abs of the 32 values / 127 |
 | 4..11 | d * sum of the codes of each half, f32 |
 | 12..15 | d * sum of all codes, f32 |
-| 16..23 | -sum of each half, i32 |
-| 24..27 | -sum of all, i32 |
+| 16..23 | -128 * sum of the codes of each half, i32 |
+| 24..27 | -128 * sum of all codes, i32 |
 | 32..63 | codes rint(x / d), int8 in -127..127 |
 
 act_f32 and act_bf16: the values as f32, or rounded to bf16 with K padded to even by a zero.
@@ -20,7 +20,7 @@ import functools
 
 from ggjit.jit import kernel, lazy_module
 from ggjit.ops.lib.emit import I8, I32, emitted, vector
-from ggjit.ops.lib.panel import ACT, CODES, D, NEG_SUM, NEG_SUMS, SUM, SUMS
+from ggjit.ops.lib.panel import ACT, CODES, D, NEG_SUM, NEG_SUMS, OFFSET_SHIFT, SUM, SUMS
 
 memory = lazy_module("ggjit.ops.lib.memory")
 
@@ -46,7 +46,7 @@ def _store_record(e, out, d, codes):
     e.store_value(out, D, scale)
     for s, at, negative_at in zip(sums, (SUMS, SUMS + 4, SUM), (NEG_SUMS, NEG_SUMS + 4, NEG_SUM), strict=True):
         e.store_value(out, at, b.fmul(scale, b.sitofp(s, scale.type)))
-        e.store_value(out, negative_at, b.neg(s))
+        e.store_value(out, negative_at, b.mul(s, I32(-1 << OFFSET_SHIFT)))
     e.store_value(out, NEG_SUM + 4, I32(0))
 
 

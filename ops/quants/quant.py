@@ -9,7 +9,7 @@ is 32 weights along K (8 k-groups), the unit in which activations are quantized.
 
 - A panel is read strictly upwards, in one stream.
 - Signed weights are stored with an offset as unsigned bytes; the integer sum starts from -offset * sum(activations), which
-  the activations' record holds, so the correction is exact and free. Offsets are powers of two.
+  the activations' record holds for 128, so the correction is exact and nearly free. Offsets are powers of two.
 - A field inside a byte is masked, not shifted: value << n stays in the operand and 2^-n goes into the f32 scale, which is
   exact. Fields of one byte belong to different scale groups, so that each sum has one factor.
 """

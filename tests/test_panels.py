@@ -1,0 +1,264 @@
+"""Kernels of the matrix product by themselves: values, the same bits for every variant, thread count and CPU level."""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ggjit import types
+from ggjit.cpu import LEVELS, cpu_level
+from ggjit.ops.lib import float_panel, panel_activations, panel_kernels
+
+FLOATS = tuple(float_panel.UNITS)
+TYPES = (*FLOATS, *(t.name for t in types.all_types() if t.is_quantized and t.quant is not None))
+NO_PARAMS = np.zeros(16, np.int32)
+
+
+def nb_of(type, ne):
+    nb = [type.type_size, types.row_size(type, ne[0])]
+    return [*nb, nb[1] * ne[1], nb[1] * ne[1] * ne[2]]
+
+
+def aligned(nbytes):
+    memory = np.zeros(nbytes + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][:nbytes]
+
+
+def encode(type, x):
+    """Rows of f32 as bytes of a type, and the float64 values that they stand for."""
+    if type.is_quantized:
+        b = type.quant.quantize(x)
+        return b, type.quant.dequantize(b).astype(np.float64)
+    if type is types.BF16:
+        u = x.view(np.uint32)
+        u = (u + 0x7FFF + (u >> 16 & 1)) >> 16
+        return u.astype(np.uint16).view(np.uint8), (u << 16).view(np.float32).astype(np.float64)
+    y = x.astype(type.dtype)
+    return y.view(np.uint8), y.astype(np.float64)
+
+
+class Product:
+    """A product of random weights {k, m, n_w} with activations {k, n, n_y}, run by any kernel."""
+
+    def __init__(self, name, k, m, n, n_w=1, n_y=1):
+        self.type, self.w = types.by_name(name), panel_kernels.weights(name)
+        rng = np.random.default_rng(self.type.id)
+        x = rng.standard_normal((n_w * m, k)).astype(np.float32)
+        self.rows, values = encode(self.type, x)
+        self.ne, self.y_ne, self.out_ne = [k, m, n_w, 1], [k, n, n_y, 1], [m, n, n_y, 1]
+        self.y = rng.standard_normal((n_y, n, k)).astype(np.float32)
+        self.values = values.reshape(n_w, m, k).repeat(n_y // n_w, 0)
+
+    def panels(self, n_threads=2):
+        k, m, n_w = self.ne[:3]
+        out = np.full(panel_kernels.panel_nbytes(self.type, k, m) * n_w + 8, 7, np.uint8)
+        for ith in range(n_threads):
+            panel_kernels.pack_kernel(self.type.name)(
+                out, [1] * 4, [1] * 4, self.rows.reshape(-1), self.ne, nb_of(self.type, self.ne), NO_PARAMS,
+                aligned(64), ith, n_threads,
+            )  # fmt: skip
+        assert (out[-8:] == 7).all()
+        return out
+
+    def activations(self, n_threads=3):
+        """Bytes, ne and nb in the form that the kernels read."""
+        k, source = self.y_ne[0], self.y.reshape(-1).view(np.uint8)
+        kind = self.w.activations
+        if kind == "act_f32":
+            return source, self.y_ne, nb_of(types.F32, self.y_ne)
+        if kind == "act_q8":
+            made, t, ne = panel_activations.quantize_kernel("F32"), types.I8, [2 * k, *self.y_ne[1:]]
+        else:
+            made, t, ne = panel_activations.convert_kernel("F32", "BF16"), types.BF16, [k + k % 2, *self.y_ne[1:]]
+        out = np.full(int(np.prod(ne)) * t.type_size, 77, np.uint8)
+        for ith in range(n_threads):
+            made(out, ne, nb_of(t, ne), source, self.y_ne, nb_of(types.F32, self.y_ne), NO_PARAMS, aligned(64), ith,
+                 n_threads)  # fmt: skip
+        return out, ne, nb_of(t, ne)
+
+    def run(self, columns=None, packed=True, n_threads=1, along=1):
+        """The result by few_kernel(columns), by many_kernel if columns is None."""
+        name, k = self.type.name, self.ne[0]
+        if columns is None:
+            kernel = panel_kernels.many_kernel(name, packed)
+            size = panel_kernels.many_work_size(self.type, k, packed, n_threads)
+        else:
+            kernel = panel_kernels.few_kernel(name, columns, packed, along)
+            size = panel_kernels.few_work_size(self.type, k, packed, n_threads)
+        work = aligned(64 + size)
+        nbytes = 4 * int(np.prod(self.out_ne))
+        out = np.full(nbytes + 64, 7, np.uint8)
+        source = self.panels() if packed else self.rows.reshape(-1)
+        for ith in range(n_threads):  # one after the other: the first gets all chunks but the counter is passed on
+            kernel(out, self.out_ne, nb_of(types.F32, self.out_ne), source, self.ne, nb_of(self.type, self.ne),
+                   *self.activations(), NO_PARAMS, work, ith, n_threads)  # fmt: skip
+        assert (out[nbytes:] == 7).all(), "wrote past the result"
+        return out[:nbytes].view(np.float32).reshape(self.out_ne[::-1][1:])
+
+    def want(self):
+        """The float64 product with activations as the kernels see them."""
+        y = self.y.astype(np.float64)
+        if self.w.activations == "act_q8":
+            runs = self.y.reshape(-1, 32)
+            d = np.abs(runs).max(1, keepdims=True) / np.float32(127)
+            y = (np.rint(runs / d) * d.astype(np.float64)).reshape(self.y.shape)
+        elif self.w.activations == "act_bf16":
+            y = encode(types.BF16, self.y.reshape(-1, self.y.shape[2]))[1].reshape(self.y.shape)
+        return y @ self.values.swapaxes(1, 2)
+
+
+def error(got, want):
+    return np.square(got - want).sum() / np.square(want).sum()
+
+
+def bits(x):
+    return x.view(np.uint32)
+
+
+SIZES = [(2560, 37, 19), (256, 50, 3)]
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_values_and_same_bits(name, size):
+    """Every kernel gives the same bits: columns, panels or rows, threads; and what float64 gives."""
+    k, m, n = size
+    product = Product(name, k + (1 if name in FLOATS else 0), m, n, 2, 4)
+    first = product.run(8)
+    assert error(first, product.want()) < 1e-10
+    for columns, packed, n_threads in ((8, True, 3), (3, False, 2), (None, True, 1), (None, True, 2), (None, False, 2)):
+        got = product.run(columns, packed, n_threads)
+        assert np.array_equal(bits(got), bits(first)), (columns, packed, n_threads)
+
+
+def test_columns_along_dimension_2():
+    product = Product("F16", 64, 20, 1, 2, 10)
+    assert np.array_equal(bits(product.run(3, True, 2, along=2)), bits(product.run(1)))
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q8_0"])
+def test_batch_does_not_change_a_column(name):
+    """A column alone and within 29 has the same bits."""
+    product = Product(name, 320, 16, 29)
+    whole = product.run()
+    product.y, product.y_ne, product.out_ne = product.y[:, 7:8].copy(), [320, 1, 1, 1], [16, 1, 1, 1]
+    assert np.array_equal(bits(product.run(1)), bits(whole[:, 7:8]))
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_1", "Q6_K"])
+def test_special_values(name):
+    """Zeros give zeros; a NaN or an infinity in the activations shows in its column alone."""
+    product = Product(name, 512, 17, 3)
+    product.y[0, 0] = 0
+    product.y[0, 1, 5] = np.nan
+    got = product.run(3)
+    assert (got[0, 0] == 0).all() and np.isnan(got[0, 1]).all() and np.isfinite(got[0, 2]).all()
+    product.y[0, 1, 5] = np.inf
+    assert not np.isfinite(product.run(3)[0, 1]).any()
+
+
+def test_tiny_activations():
+    """Values whose d is subnormal: codes stay within 127."""
+    product = Product("Q8_0", 64, 16, 1)
+    product.y[:] *= np.float32(3e-43)
+    assert np.abs(product.run(1) - product.want()).max() < 1e-40
+    records = product.activations()[0].reshape(-1, 64)
+    assert np.abs(records[:, 32:].view(np.int8).astype(int)).max() <= 127
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q8_1", "Q8_K"])
+def test_activations_already_int8(name):
+    """ggml's own int8 forms become the records of their values."""
+    rng = np.random.default_rng(0)
+    size, nbytes = panel_activations.BLOCKS[name]
+    blocks = np.zeros((4, nbytes), np.uint8)
+    blocks[:, panel_activations.CODES_AT[name] :][:, :size] = rng.integers(0, 256, (4, size))
+    d = np.array([0.5, 0.25, 1, 2], np.float32 if name == "Q8_K" else np.float16)
+    blocks[:, : d.itemsize] = d[:, None].view(np.uint8)
+    codes = blocks[:, panel_activations.CODES_AT[name] :][:, :size].view(np.int8).reshape(-1, 32).astype(int)
+    out = np.zeros(8 * size, np.uint8)
+    ne = [4 * size, 1, 1, 1]
+    panel_activations.quantize_kernel(name)(
+        out, [8 * size, 1, 1, 1], [1, out.size, 0, 0], blocks.reshape(-1), ne, [nbytes, blocks.size, 0, 0], NO_PARAMS,
+        aligned(64), 0, 1,
+    )  # fmt: skip
+    records = out.reshape(-1, 64)
+    sums = np.stack([codes[:, :16].sum(1), codes[:, 16:].sum(1), codes.sum(1)], 1)
+    scales = d.astype(np.float32).repeat(size // 32)
+    assert np.array_equal(records[:, 32:].view(np.int8), codes)
+    assert np.array_equal(records[:, :16].copy().view(np.float32), scales[:, None] * np.c_[np.ones(len(sums)), sums])
+    assert np.array_equal(records[:, 16:28].copy().view(np.int32), -128 * sums)
+
+
+@functools.cache
+def at_level(level):
+    """Results of this file's `main` in a process at a CPU level."""
+    env = {**os.environ, "GGJIT_CPU": level, "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout)
+
+
+def main():
+    """Print errors and hashes of a few products: one tile of 3 columns and the one for many."""
+    found = {}
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q6_K"):
+        product = Product(name, 512, 37, 3)
+        few, many = product.run(3), product.run()
+        digests = [hashlib.sha256(x.tobytes()).hexdigest() for x in (few, many)]
+        found[name] = error(few, product.want()), *digests
+    print(json.dumps(found))
+
+
+X86 = [level for level in LEVELS if cpu_level() in LEVELS and LEVELS.index(level) <= LEVELS.index(cpu_level())]
+
+
+@pytest.mark.parametrize("level", X86)
+def test_levels(level):
+    """Every level gives right values and the same bits for few and many columns."""
+    for name, (err, few, many) in at_level(level).items():
+        assert err < 1e-10, name
+        assert few == many, name
+
+
+@pytest.mark.skipif("avx512" not in X86, reason="needs AVX-512")
+def test_same_bits_on_avx512_and_avx2():
+    wide, narrow = at_level("avx512"), at_level("avx2")
+    assert {k: v for k, v in wide.items() if k != "BF16"} == {k: v for k, v in narrow.items() if k != "BF16"}
+
+
+def loops(assembly):
+    """Innermost loops of assembly text: the lines between a label and the jump back to it."""
+    found, lines = [], assembly.splitlines()
+    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"(\.LBB\w+):", line))}
+    for i, line in enumerate(lines):
+        m = re.match(r"\s+j\w+\s+(\.LBB\w+)", line)
+        if m and labels.get(m.group(1), i) < i and not any(labels[m.group(1)] < labels[x] <= i for x in labels):
+            found.append(lines[labels[m.group(1)] : i])
+    return found
+
+
+@pytest.mark.skipif(cpu_level() != "avx512", reason="needs AVX-512")
+@pytest.mark.parametrize(
+    ("name", "columns", "instruction", "count"),
+    [("Q4_1", 1, r"vpdpbusd\s.*\{1to16\}, %zmm", 8), ("Q4_1", None, r"vpdpbusd\s.*\{1to16\}, %zmm", 64),
+     ("F32", None, r"vfmadd231ps\s.*%zmm", 48)],
+)  # fmt: skip
+def test_instructions(name, columns, instruction, count):
+    """The hot loop has the dot instruction with the activations as broadcast operand, and nothing goes to the stack."""
+    made = panel_kernels.many_kernel(name, True) if columns is None else panel_kernels.few_kernel(name, columns, True)
+    hot = [loop for loop in loops(made.asm()) if sum(bool(re.search(instruction, line)) for line in loop) == count]
+    assert hot
+    assert not any("rsp" in line for line in hot[0])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    main()
