@@ -112,6 +112,8 @@ def _function_of(value: Any) -> types.FunctionType | None:
     """The Python function inside a helper, an intrinsic or a Numba dispatcher."""
     if isinstance(value, types.FunctionType):
         return value
+    if isinstance(value, types.ModuleType):  # no look at a lazy one
+        return None
     for name in ("function", "py_func", "_defn"):
         inner = getattr(value, name, None)
         if isinstance(inner, types.FunctionType):

@@ -32,8 +32,9 @@ import llvmlite.binding as llvm  # noqa: E402
 import numba  # noqa: E402
 from llvmlite import ir  # noqa: E402
 from numba import types  # noqa: E402
-from numba.core import codegen, compiler, config, dispatcher, registry  # noqa: E402
+from numba.core import codegen, compiler, config, dispatcher, errors, registry  # noqa: E402
 from numba.core import cpu as numba_cpu  # noqa: E402
+from numba.core.base import _wrap_impl  # noqa: E402
 from numba.core.compiler_lock import global_compiler_lock  # noqa: E402
 from numba.core.typing.templates import make_intrinsic_template  # noqa: E402
 from numba.np.arrayobj import make_array, populate_array  # noqa: E402
@@ -105,6 +106,23 @@ class _Context(numba_cpu.CPUContext):
 
     def post_lowering(self, mod: Any, library: Any) -> None:
         """Numba would link its reference counting here; code that allocates is refused instead."""
+
+    def get_function(self, fn: Any, sig: Any, _firstcall: bool = True) -> Any:
+        """What Numba implements in Python (`int`, parts of NumPy) is compiled in its own context; it is linked from there."""
+        try:
+            return super().get_function(fn, sig, _firstcall)
+        except NotImplementedError as missing:
+            key = fn.get_impl_key(sig.as_function()) if isinstance(fn, types.Callable) else fn
+            try:
+                found = registry.cpu_target.target_context._defns[key].find(sig.args)
+            except errors.NumbaNotImplementedError:
+                raise missing from None
+            return _wrap_impl(found, self, sig.as_function())
+
+    def insert_user_function(self, func: Any, fndesc: Any, libs: Any = ()) -> None:
+        """Helpers are known to Numba's context too: a helper called from Python may call others."""
+        super().insert_user_function(func, fndesc, libs)
+        registry.cpu_target.target_context.insert_user_function(func, fndesc, libs)
 
     def get_executable(self, library: Any, fndesc: Any, env: Any) -> Any:
         """What stands for a compiled helper in Numba's tables; it is only linked, never called from Python."""
