@@ -6,6 +6,7 @@ reaches the file.
 
 import sys
 
+from ggjit.ops.attention import *
 from ggjit.ops.binary import *
 from ggjit.ops.copy import *
 from ggjit.ops.glu import *
@@ -15,5 +16,5 @@ from ggjit.ops.scale import *
 from ggjit.ops.unary import *
 from ggjit.ops.views import *
 
-_FAMILIES = ("binary", "copy", "glu", "norm", "rows", "scale", "unary", "views")
+_FAMILIES = ("attention", "binary", "copy", "glu", "norm", "rows", "scale", "unary", "views")
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
