@@ -24,6 +24,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import Kernel, lazy_module
 from ggjit.op import Op, unsupported
+from ggjit.ops.soft_max import alibi_slopes
 from ggjit.ops.views import permute
 from ggjit.tensor import Tensor, new_node
 
@@ -112,15 +113,6 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, max_bias: float) -> N
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------
-
-
-def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
-    """Slope of each head, float64 [n_head]; ones if max_bias is 0."""
-    if max_bias <= 0:
-        return np.ones(n_head)
-    m = 1 << (n_head.bit_length() - 1)
-    h = np.arange(n_head)
-    return 2.0 ** np.where(h < m, -max_bias / m * (h + 1), -max_bias / 2 / m * (2 * (h - m) + 1))
 
 
 @FLASH_ATTN_EXT.reference
