@@ -63,13 +63,13 @@ class ValueType(enum.IntEnum):
     FLOAT64 = 12
 
 
-_DTYPES = {
-    ValueType.UINT8: "<u1", ValueType.INT8: "<i1", ValueType.UINT16: "<u2", ValueType.INT16: "<i2",
-    ValueType.UINT32: "<u4", ValueType.INT32: "<i4", ValueType.FLOAT32: "<f4", ValueType.BOOL: "?",
-    ValueType.UINT64: "<u8", ValueType.INT64: "<i8", ValueType.FLOAT64: "<f8",
+_FORMATS = {
+    ValueType.UINT8: "B", ValueType.INT8: "b", ValueType.UINT16: "H", ValueType.INT16: "h", ValueType.UINT32: "I",
+    ValueType.INT32: "i", ValueType.FLOAT32: "f", ValueType.BOOL: "?", ValueType.UINT64: "Q", ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
 }  # fmt: skip
-_DTYPE = {kind: np.dtype(text) for kind, text in _DTYPES.items()}
-_SCALAR = {kind: struct.Struct("<" + dtype.char) for kind, dtype in _DTYPE.items()}
+_SCALAR = {kind: struct.Struct("<" + code) for kind, code in _FORMATS.items()}
+_DTYPE = {kind: np.dtype(code).newbyteorder("<") for kind, code in _FORMATS.items()}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
