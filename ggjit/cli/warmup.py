@@ -1,4 +1,4 @@
-"""`ggjit warmup MODEL`: compile the kernels that a model needs."""
+"""`ggjit warmup MODEL`: compile the kernels that a model needs, for every number of tokens."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import argparse
 import sys
 import time
 
+# Numbers of tokens that between them use every kernel: products have one each for 1, 2, 3, 4, 6 and 8 columns, and one
+# for many.
+TOKENS = (1, 2, 3, 4, 6, 8, 64)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `warmup`."""
-    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
-    parser.add_argument("-c", "--ctx", type=int, default=0, help="context length (default: min(model, 4096))")
-    parser.add_argument("-t", "--threads", type=int, default=0, help="worker threads (default: as `ggjit info` says)")
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or a name that `ggjit pull` knows")
+    parser.add_argument("-t", "--threads", type=int, default=None, metavar="T", help="default: as `ggjit info` says")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
+    parser.add_argument("--no-repack", dest="repack", action="store_false", help="kernels for the mapped file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model and build its graphs of one and of many tokens; what is missing in the cache is compiled."""
+    """Load the model and build its graphs; what the cache lacks is compiled."""
     import ggjit as gg
+    from ggjit.pull import pull
 
+    progress = sys.stderr.isatty()
     start = time.perf_counter()
-    with gg.LLM(args.model, n_ctx=args.ctx or None, n_threads=args.threads or None, kv_type=args.kv_type) as llm:
-        llm.warmup()
+    path = pull(args.model, progress=progress)
+    with gg.LLM(
+        path, n_ctx=256, n_threads=args.threads, kv_type=args.kv_type, repack=args.repack, progress=progress
+    ) as llm:
+        for n in TOKENS:
+            for n_outputs in {1, n}:
+                llm.context.graph(n, llm.n_ctx, n_outputs)
     print(f"ready after {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return 0
