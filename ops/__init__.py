@@ -12,11 +12,12 @@ from ggjit.ops.copy import *
 from ggjit.ops.glu import *
 from ggjit.ops.mul_mat import *
 from ggjit.ops.norm import *
+from ggjit.ops.rope import *
 from ggjit.ops.rows import *
 from ggjit.ops.scale import *
 from ggjit.ops.soft_max import *
 from ggjit.ops.unary import *
 from ggjit.ops.views import *
 
-_FAMILIES = ("attention", "binary", "copy", "glu", "mul_mat", "norm", "rows", "scale", "soft_max", "unary", "views")
+_FAMILIES = ("attention", "binary", "copy", "glu", "mul_mat", "norm", "rope", "rows", "scale", "soft_max", "unary", "views")
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
