@@ -1,0 +1,428 @@
+"""rope: rotary position embedding, in all modes of ggml.
+
+Pair k of a head is turned by the angle theta of its token's position, with YaRN's mixing of scaled and unscaled angles:
+
+    theta_k = position * freq_base^(-2 k / n_dims) / factor_k
+    y0, y1  = x0 cos - x1 sin, x0 sin + x1 cos
+
+| mode | pairs | position |
+|---|---|---|
+| NORMAL 0 | neighbours 2 k, 2 k + 1 | one per token |
+| NEOX 2 | k, k + n_dims / 2 | one per token |
+| MROPE 8 | as NEOX | of four per token, by sections of pairs |
+| VISION 24 | k, k + n_dims: all of the row | of four, each section counts its pairs from 0 |
+| IMROPE 40 | as NEOX | of three, in turn |
+
+A ladder, 512 tokens of 9 heads of 64, one Zen 4 core: sin and cos for each head, then once per token (9 times fewer), then one
+table that all nodes of a graph with the same positions and parameters share: what is left is two loads, two multiply-adds and
+a store for each vector. Angles are float64, so that they are right at any position (ggml's float32 chain is off by 0.01
+at position 100000).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from ggjit import types
+from ggjit.jit import jitted, kernel, lazy_module
+from ggjit.op import Op
+from ggjit.ops.views import permute
+from ggjit.tensor import Tensor, new_node, view_tensor
+
+angles = lazy_module("ggjit.ops.lib.angles")
+memory = lazy_module("ggjit.ops.lib.memory")
+rows = lazy_module("ggjit.ops.lib.rows")
+vec = lazy_module("ggjit.ops.lib.vec")
+
+__all__ = ["rope", "rope_ext", "rope_multi"]
+
+NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
+MODES = (NORMAL, NEOX, MROPE, VISION, IMROPE)
+MULTI = (MROPE, VISION, IMROPE)
+ROPE = Op(
+    "rope", id=48, inplace=True, nmse=1e-12,
+    params=(
+        ("_n_past", "i32"), ("n_dims", "i32"), ("mode", "i32"), ("_n_ctx", "i32"), ("n_ctx_orig", "i32"),
+        ("freq_base", "f32"), ("freq_scale", "f32"), ("ext_factor", "f32"), ("attn_factor", "f32"),
+        ("beta_fast", "f32"), ("beta_slow", "f32"), ("section0", "i32"), ("section1", "i32"), ("section2", "i32"),
+        ("section3", "i32"), ("offset", "i32"),
+    ),
+)  # fmt: skip
+
+
+def rope(a: Tensor, b: Tensor, n_dims: int, mode: int, *, offset: int = 0, inplace: bool = False) -> Tensor:
+    """Turn pairs of a head's elements by angles that grow with the position, base 10000; see `rope_ext`.
+
+    Source: ggml_rope.
+    """
+    return rope_ext(a, b, None, n_dims, mode, 0, 10000.0, 1.0, 0.0, 1.0, 0.0, 0.0, offset=offset, inplace=inplace)
+
+
+def rope_ext(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int, n_ctx_orig: int, freq_base: float,
+             freq_scale: float, ext_factor: float, attn_factor: float, beta_fast: float, beta_slow: float, *,
+             offset: int = 0, inplace: bool = False) -> Tensor:  # fmt: skip
+    """Rotary position embedding with frequency factors and YaRN.
+
+    theta = position * freq_base^(-2 k / n_dims) / c[k];  scaled = freq_scale * theta
+    angle = scaled (1 - mix) + theta mix,  mix = ext_factor * ramp(k) between the pairs of beta_fast and beta_slow
+    y0, y1 = attn_factor * (x0 cos - x1 sin, x0 sin + x1 cos)
+
+    Args:
+        a: f32 or f16 [ne0, n_head, n_tokens, ne3], rows contiguous.
+        b: i32 [n_tokens], the positions.
+        c: None, or f32 [>= n_dims / 2], divisors of the angles.
+        n_dims: elements of a row that are turned, even; the others are copied.
+        mode: 0 (NORMAL) pairs neighbours, 2 (NEOX) the first half with the second.
+        n_ctx_orig: context length of the training, for YaRN.
+        freq_base: base of the angles.
+        freq_scale: of the angles, 1 / the factor by which the context was stretched.
+        ext_factor: YaRN's share, 0 for none.
+        attn_factor: of the result.
+        beta_fast, beta_slow: turns in n_ctx_orig at which YaRN's ramp begins and ends.
+        offset: first element that is turned.
+        inplace: put the result where `a` lies.
+
+    Returns:
+        The type and shape of `a`.
+
+    Raises:
+        TypeError: types that do not fit.
+        ValueError: shapes, layouts or parameters that do not fit.
+
+    Source: Su et al., RoFormer (2021); Peng et al., YaRN (2023); ggml_rope_ext, ggml_rope_set_offset.
+    """
+    values = (n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow)
+    return _rope("rope_ext", a, b, c, n_dims, (0, 0, 0, 0), mode, values, offset, inplace)
+
+
+def rope_multi(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, sections: Sequence[int], mode: int, n_ctx_orig: int,
+               freq_base: float, freq_scale: float, ext_factor: float, attn_factor: float, beta_fast: float,
+               beta_slow: float, *, offset: int = 0, inplace: bool = False) -> Tensor:  # fmt: skip
+    """Rotary embedding of several positions a token (time, height, width, extra), each for a section of pairs.
+
+    Args:
+        a: f32 or f16 [ne0, n_head, n_tokens, ne3], rows contiguous.
+        b: i32 [4 * n_tokens]: all first positions, all second ones, ...
+        c: None, or f32 [>= n_dims / 2] (n_dims in mode 24), divisors of the angles.
+        n_dims: elements that are turned; in mode 24 half of ne0, and all of the row is turned.
+        sections: 4 numbers of pairs.
+        mode: 8 (MROPE), 24 (VISION) or 40 (IMROPE).
+        n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, offset, inplace: as in `rope_ext`.
+
+    Returns:
+        The type and shape of `a`.
+
+    Raises:
+        TypeError: types that do not fit.
+        ValueError: shapes, layouts or parameters that do not fit.
+
+    Source: Wang et al., Qwen2-VL (2024); ggml_rope_multi.
+    """
+    given = tuple(int(s) for s in sections)
+    if mode not in MULTI or len(given) != 4 or min(given) < 0 or max(given[:3]) == 0:
+        raise ValueError(
+            f"rope_multi: mode must be one of {list(MULTI)} and sections 4 numbers, one of the first 3 positive, "
+            f"got {mode} and {list(given)}"
+        )
+    values = (n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow)
+    return _rope("rope_multi", a, b, c, n_dims, given, mode, values, offset, inplace)
+
+
+def _rope(where, a, b, c, n_dims, sections, mode, values, offset, inplace):
+    if mode not in MODES or (mode in MULTI) != (where == "rope_multi"):
+        raise ValueError(f"{where}: mode must be {'one of ' + str(list(MULTI)) if where == 'rope_multi' else '0 or 2'}, got {mode}")
+    if a.type not in (types.F32, types.F16):
+        raise TypeError(f"{where}: a must be F32 or F16, got {a.type.name} ('{a.name}')")
+    if not a.is_contiguous_rows:
+        raise ValueError(f"{where}: rows of a must be contiguous, got nb {list(a.nb)} ('{a.name}')")
+    _check_dims(where, a, n_dims, mode, offset)
+    n_positions = a.ne[2] * (4 if mode in MULTI else 1)
+    if b.type is not types.I32 or b.ne != (n_positions, 1, 1, 1) or not b.is_contiguous:
+        raise ValueError(
+            f"{where}: b must be contiguous i32 [{n_positions}], got {b.type.name}{list(b.ne)} ('{a.name}', '{b.name}')"
+        )
+    n_pairs = n_dims if mode == VISION else n_dims // 2
+    if c is not None and (c.type is not types.F32 or c.ne[0] < n_pairs or not c.is_contiguous):
+        raise ValueError(f"{where}: c must be contiguous f32 of at least {n_pairs} factors, got {c.type.name}{list(c.ne)} ('{c.name}')")
+    src = (a, b) if c is None else (a, b, c)
+    params = (n_dims, mode, *values, *sections, offset)
+    return view_tensor(ROPE, a, src, params) if inplace else new_node(ROPE, a.type, a.ne, src, params)
+
+
+def _check_dims(where: str, a: Tensor, n_dims: int, mode: int, offset: int) -> None:
+    if mode == VISION:
+        if 2 * n_dims != a.ne[0] or offset:
+            raise ValueError(f"{where}: mode 24 needs n_dims = ne[0] / 2 and no offset, got {n_dims} of {a.ne[0]}, offset {offset}")
+    elif n_dims <= 0 or n_dims % 2 or offset < 0 or offset + n_dims > a.ne[0]:
+        raise ValueError(f"{where}: n_dims must be even and fit ne[0] {a.ne[0]} after offset {offset}, got {n_dims} ('{a.name}')")
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+
+def _positions(p, b, n_pairs):
+    """Position and exponent of each pair: float64 [n_tokens, n_pairs], int64 [n_pairs]."""
+    k = np.arange(n_pairs)
+    if p.mode not in MULTI:
+        return np.repeat(b[:, None], n_pairs, 1).astype(np.float64), k
+    s = np.array([p.section0, p.section1, p.section2, p.section3])
+    start = np.cumsum(s) - s
+    sector = k % s.sum()
+    if p.mode == IMROPE:
+        which = np.select([(sector % 3 == i) & (sector < 3 * s[i]) for i in (1, 2, 0)], [1, 2, 0], 3)
+    else:
+        which = np.searchsorted(np.cumsum(s)[:3], sector, side="right")
+    exponent = sector - start[which] if p.mode == VISION else k
+    return b.reshape(4, -1)[which].T.astype(np.float64), exponent
+
+
+def _reference_angles(p, b, c, n_pairs):
+    """Angles [n_tokens, n_pairs] and the factor of sin and cos."""
+    position, exponent = _positions(p, b, n_pairs)
+    theta = position * np.float64(p.freq_base) ** (-2.0 / p.n_dims * exponent)
+    if c is not None:
+        theta = theta / c[:n_pairs]
+    if not p.ext_factor:
+        return theta * p.freq_scale, p.attn_factor
+    low, high = (
+        p.n_dims * np.log(p.n_ctx_orig / (turns * 2 * np.pi)) / (2 * np.log(p.freq_base)) for turns in (p.beta_fast, p.beta_slow)
+    )
+    low, high = max(0.0, np.floor(low)), min(p.n_dims - 1.0, np.ceil(high))
+    mix = (1 - np.clip((np.arange(n_pairs) - low) / max(0.001, high - low), 0, 1)) * p.ext_factor
+    return theta * p.freq_scale * (1 - mix) + theta * mix, p.attn_factor * (1 + 0.1 * np.log(1 / p.freq_scale))
+
+
+@ROPE.reference
+def _(node, a, b, c=None):
+    p = node.params
+    n_pairs = p.n_dims if p.mode == VISION else p.n_dims // 2
+    theta, factor = _reference_angles(p, b.reshape(-1), None if c is None else c.reshape(-1), n_pairs)
+    cos, sin = (f(theta)[:, None, :] * factor for f in (np.cos, np.sin))
+    first = p.offset + (2 * np.arange(n_pairs) if p.mode == NORMAL else np.arange(n_pairs))
+    second = first + (1 if p.mode == NORMAL else n_pairs)
+    y = np.array(a)
+    y[..., first], y[..., second] = a[..., first] * cos - a[..., second] * sin, a[..., first] * sin + a[..., second] * cos
+    return y
+
+
+# ---- the table of sin and cos ---------------------------------------------------------------------------------------
+
+
+@jitted
+def position_of(op_params, k, token, n_tokens):
+    """Index of the position of pair k in b, and the exponent of its frequency."""
+    mode, s0, s1, s2 = op_params[2], op_params[11], op_params[12], op_params[13]
+    if mode == NORMAL or mode == NEOX:
+        return token, k
+    sector = k % (s0 + s1 + s2 + op_params[14])
+    if mode == IMROPE:
+        turn, which = sector % 3, 3
+        if turn == 1 and sector < 3 * s1:
+            which = 1
+        elif turn == 2 and sector < 3 * s2:
+            which = 2
+        elif turn == 0 and sector < 3 * s0:
+            which = 0
+        return which * n_tokens + token, k
+    which, start = 0, 0
+    if sector >= s0 + s1 + s2:
+        which, start = 3, s0 + s1 + s2
+    elif sector >= s0 + s1:
+        which, start = 2, s0 + s1
+    elif sector >= s0:
+        which, start = 1, s0
+    return which * n_tokens + token, sector - start if mode == VISION else k
+
+
+@jitted
+def ramp_of(op_params, beta, freq_base):
+    """The pair whose angle makes `beta` turns in the context of the training."""
+    n_dims, n_ctx_orig = op_params[1], np.float64(op_params[4])
+    return n_dims * angles.log(n_ctx_orig / (beta * 6.283185307179586)) / (2.0 * angles.log(freq_base))
+
+
+@jitted
+def ramp(op_params, freq_base):
+    """First and last pair of YaRN's ramp."""
+    low = ramp_of(op_params, np.float64(memory.f32_from_bits(op_params[9])), freq_base)
+    high = ramp_of(op_params, np.float64(memory.f32_from_bits(op_params[10])), freq_base)
+    first = np.int64(low) if low > 0 else 0  # floor, at least 0
+    last = np.int64(high) if high > 0 else 0
+    if last < high:
+        last += 1
+    n_dims = op_params[1]
+    return np.float64(first), np.float64(last if last < n_dims - 1 else n_dims - 1)
+
+
+@kernel
+def rope_table(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
+    """Cos and sin for each token (row) from positions src0 and factors src1.
+
+    In mode NORMAL a row is cos of each element, then sin with the sign it takes; else cos of each pair, then sin.
+    """
+    n_dims, mode = op_params[1], op_params[2]
+    width, n_tokens = dst_ne[0] // 2, dst_ne[1]
+    n_pairs = n_dims if mode == VISION else n_dims // 2
+    freq_base = np.float64(memory.f32_from_bits(op_params[5]))
+    freq_scale = np.float64(memory.f32_from_bits(op_params[6]))
+    ext_factor = np.float64(memory.f32_from_bits(op_params[7]))
+    factor = np.float64(memory.f32_from_bits(op_params[8]))
+    step = angles.power(freq_base, -2.0 / n_dims)
+    low, high = 0.0, 0.0
+    if ext_factor != 0.0:
+        low, high = ramp(op_params, freq_base)
+        factor *= 1.0 + 0.1 * angles.log(1.0 / freq_scale)
+    for token in range(n_tokens * ith // nth, n_tokens * (ith + 1) // nth):
+        frequency, last = 1.0, 0
+        for k in range(n_pairs):
+            index, exponent = position_of(op_params, k, token, n_tokens)
+            if exponent == 0:
+                frequency = 1.0
+            elif exponent == last + 1:
+                frequency *= step
+            last = exponent
+            theta = memory.load_i32(src0, 4 * index) * frequency
+            if src1_ne[0] > 0:
+                theta /= np.float64(memory.load_f32(src1, 4 * k))
+            angle = theta * freq_scale
+            if ext_factor != 0.0:
+                span = high - low if high - low > 0.001 else 0.001
+                y = (k - low) / span
+                y = 0.0 if y < 0.0 else 1.0 if y > 1.0 else y
+                mix = (1.0 - y) * ext_factor
+                angle = angle * (1.0 - mix) + theta * mix
+            sin, cos = angles.sin_cos(angle)
+            s, c = np.float32(sin * factor), np.float32(cos * factor)
+            at = token * dst_nb[1]
+            if mode == NORMAL:
+                memory.store_f32(dst, at + 8 * k, c)
+                memory.store_f32(dst, at + 8 * k + 4, c)
+                memory.store_f32(dst, at + 4 * width + 8 * k, -s)
+                memory.store_f32(dst, at + 4 * width + 8 * k + 4, s)
+            else:
+                memory.store_f32(dst, at + 4 * k, c)
+                memory.store_f32(dst, at + 4 * (width + k), s)
+
+
+# ---- turning --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def make_rope(kind, neighbours):
+    """Kernel (a, table) for rows of a type, with pairs of neighbours or of halves."""
+    size = types.by_name(kind).type_size
+    load, store = vec.loader(kind), vec.storer(kind)
+    load_first, store_first = vec.loader_first(kind), vec.storer_first(kind)
+
+    @jitted
+    def copy(dst, to, src, at, n):
+        for i in range(0, n, 16):
+            store_first(dst, to + size * i, load_first(src, at + size * i, n - i), n - i)
+
+    @jitted
+    def turn_neighbours(dst, to, src, at, table, cos, sin, n):
+        """n elements with their own cos and sin."""
+        for i in range(0, n - 15, 16):
+            x = load(src, at + size * i)
+            turned = angles.swap_pairs(x) * vec.load(table, sin + 4 * i)
+            store(dst, to + size * i, vec.fma(x, vec.load(table, cos + 4 * i), turned))
+        rest = n % 16
+        if rest:
+            i = n - rest
+            x = load_first(src, at + size * i, rest)
+            turned = angles.swap_pairs(x) * vec.load_first(table, sin + 4 * i, rest)
+            store_first(dst, to + size * i, vec.fma(x, vec.load_first(table, cos + 4 * i, rest), turned), rest)
+
+    @jitted
+    def turn_halves(dst, to, src, at, table, cos, sin, n):
+        """n pairs, n elements apart."""
+        for i in range(0, n - 15, 16):
+            x, y = load(src, at + size * i), load(src, at + size * (n + i))
+            c, s = vec.load(table, cos + 4 * i), vec.load(table, sin + 4 * i)
+            store(dst, to + size * i, vec.fma(x, c, -(y * s)))
+            store(dst, to + size * (n + i), vec.fma(y, c, x * s))
+        rest = n % 16
+        if rest:
+            i = n - rest
+            x, y = load_first(src, at + size * i, rest), load_first(src, at + size * (n + i), rest)
+            c, s = vec.load_first(table, cos + 4 * i, rest), vec.load_first(table, sin + 4 * i, rest)
+            store_first(dst, to + size * i, vec.fma(x, c, -(y * s)), rest)
+            store_first(dst, to + size * (n + i), vec.fma(y, c, x * s), rest)
+
+    turn = turn_neighbours if neighbours else turn_halves
+
+    @kernel
+    def rope(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
+        n_dims = op_params[1] * (2 if op_params[2] == VISION else 1)
+        offset = op_params[15]
+        n = n_dims if neighbours else n_dims // 2
+        first, last = rows.whole(dst_ne, ith, nth)
+        i1, i2, i3 = rows.position(dst_ne, first)
+        for _ in range(first, last):
+            to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)
+            cos = i2 * src1_nb[1]
+            if offset > 0:
+                copy(dst, to, src0, at, offset)
+            turn(dst, to + size * offset, src0, at + size * offset, src1, cos, cos + 2 * src1_ne[0], n)
+            end = offset + n_dims
+            if end < dst_ne[0]:
+                copy(dst, to + size * end, src0, at + size * end, dst_ne[0] - end)
+            i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
+
+    return rope
+
+
+@ROPE.supports
+def _(node):
+    return True
+
+
+@ROPE.lower
+def _(low, node):
+    a, b = node.src[:2]
+    c = node.src[2] if len(node.src) > 2 else None
+    p = node.params
+    width = p.n_dims if p.mode in (NORMAL, VISION) else p.n_dims // 2
+    kind = f"rope {node.op_params[:60].hex()} {0 if c is None else c.address}"  # all but the offset, which the table has not
+    ne = (2 * width, a.ne[2], 1, 1)
+    table, is_new = low.derived(b, kind, types.F32, ne, 4 * ne[0] * ne[1])
+    if is_new:
+        low.emit(rope_table, table, src=(b, c), params=node.op_params)
+    low.emit(make_rope(a.type.name, p.mode == NORMAL), node, src=(a, table))
+
+
+@ROPE.flops
+def _(node):
+    return 3 * node.nelements
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+def _case(name, *ne, n_dims, mode, kind="F32", factors=False, high=4000, permuted=False, sections=None, yarn=False, **options):
+    @ROPE.case(name)
+    def _(t):
+        a = t(kind, *ne)
+        if permuted:
+            a = permute(a, 0, 2, 1, 3)
+        b = t.ints("I32", a.ne[2] * (4 if sections else 1), high=high)
+        c = t("F32", n_dims if mode == VISION else n_dims // 2, low=0.5, high=4.0) if factors else None
+        values = (512, 10000.0, 0.25, 1.0, 1.1, 32.0, 1.0) if yarn else (0, 500000.0, 1.0, 0.0, 0.8, 0.0, 0.0)
+        if sections:
+            return rope_multi(a, b, c, n_dims, sections, mode, *values, **options)
+        return rope_ext(a, b, c, n_dims, mode, *values, **options)
+
+
+_case("normal", 64, 3, 5, 2, n_dims=64, mode=NORMAL)
+_case("normal, part, yarn", 50, 3, 4, n_dims=22, mode=NORMAL, yarn=True, factors=True, offset=4)
+_case("normal, large positions", 32, 2, 6, n_dims=32, mode=NORMAL, high=1 << 20)
+_case("neox", 64, 4, 3, n_dims=64, mode=NEOX, inplace=True)
+_case("neox, permuted, part", 80, 5, 3, n_dims=40, mode=NEOX, permuted=True, yarn=True)
+_case("neox f16, factors", 96, 2, 3, n_dims=96, mode=NEOX, kind="F16", factors=True)
+_case("normal f16", 32, 2, 3, n_dims=24, mode=NORMAL, kind="F16")
+_case("mrope", 64, 2, 4, n_dims=64, mode=MROPE, sections=(16, 8, 6, 2))
+_case("vision", 48, 2, 4, n_dims=24, mode=VISION, sections=(12, 12, 0, 0), factors=True, yarn=True)
+_case("imrope", 64, 2, 4, n_dims=60, mode=IMROPE, sections=(11, 11, 8, 0), yarn=True)
