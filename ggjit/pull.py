@@ -281,8 +281,8 @@ def _from_hub(repo: str, file: str, folder: Path, progress: bool) -> tuple[Path,
     """Download a file; its path and, if the hub tells it, its sha256."""
     hub = _hub()
     errors = importlib.import_module("huggingface_hub.errors")
-    bars = hub.utils.enable_progress_bars if progress else hub.utils.disable_progress_bars
-    bars()
+    utils = importlib.import_module("huggingface_hub.utils")
+    (utils.enable_progress_bars if progress else utils.disable_progress_bars)()
     try:
         facts = hub.get_hf_file_metadata(hub.hf_hub_url(repo, file))
         path = hub.hf_hub_download(repo, file, local_dir=folder)

@@ -156,7 +156,7 @@ WRONG = {
     "long string": (gguf([string("a") + u32(8) + u64(99)]), 37, "length of a must fit in the file, got 99 with 0"),
     "long array": (gguf([string("a") + u32(9) + u32(10) + u64(1 << 61)]), 41, "length of a must fit"),
     "element type": (gguf([string("a") + u32(9) + u32(99) + u64(0)]), 37, "element type of a must be one of"),
-    "string array": (gguf([string("a") + u32(9) + u32(8) + u64(2) + string("xy") + u64(7) + b"12"]), 59, "strings of a"),
+    "string array": (gguf([string("a") + u32(9) + u32(8) + u64(2) + string("x") + u64(7) + b"1"]), 58, "strings of a"),
     "string count": (gguf([string("a") + u32(9) + u32(8) + u64(1 << 60)]), 41, "length of a must fit"),
     "nesting": (gguf([string("a") + u32(9) + (u32(9) + u64(1)) * 12 + u32(0) + u64(0)]), 133, "nested deeper than 8"),
     "alignment 0": (gguf([entry("general.alignment", 4, 0)]), 24, "power of two and at least 8, got 0"),
