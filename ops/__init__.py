@@ -1,6 +1,7 @@
-"""The ops, one family a file; importing a family fills the registry. No kernel is compiled and no Numba imported here.
+# ruff: noqa: F403
+"""The ops, one family a file; importing a family fills the registry, and neither compiles nor imports Numba.
 
-Some functions have the name of their file (`scale`, `norm`): `ops.norm` is the function, `from ggjit.ops.norm import ...`
+Some functions have the name of their file (`scale`, `norm`): `ops.norm` is the function, `from ggjit.ops.norm import`
 reaches the file.
 """
 
@@ -19,5 +20,6 @@ from ggjit.ops.soft_max import *
 from ggjit.ops.unary import *
 from ggjit.ops.views import *
 
-_FAMILIES = ("attention", "binary", "copy", "glu", "mul_mat", "norm", "rope", "rows", "scale", "soft_max", "unary", "views")
+_FAMILIES = ("attention", "binary", "copy", "glu", "mul_mat", "norm", "rope", "rows", "scale", "soft_max", "unary",
+             "views")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]

@@ -45,13 +45,14 @@ _SLOT = 64  # bytes of 16 f32
 COUNTER_LINE = 64
 
 
-# --- builders -------------------------------------------------------------------------------------------------------------
+# --- builders ---------------------------------------------------------------------------------------------------------
 
 
 def _check(op: Op, a: Tensor, b: Tensor) -> None:
     if not can_repeat(b, a):
         raise ValueError(
-            f"{op.name}: each size of b must divide that of a, got {list(a.ne)} and {list(b.ne)} ('{a.name}', '{b.name}')"
+            f"{op.name}: each size of b must divide that of a, got {list(a.ne)} and {list(b.ne)} "
+            f"('{a.name}', '{b.name}')"
         )
 
 
@@ -99,7 +100,9 @@ def add_cast(a: Tensor, b: Tensor, type: Type) -> Tensor:
     """
     _check(ADD, a, b)
     if a.ne[0] != b.ne[0]:
-        raise ValueError(f"add_cast: rows must be equally long, got {list(a.ne)} and {list(b.ne)} ('{a.name}', '{b.name}')")
+        raise ValueError(
+            f"add_cast: rows must be equally long, got {list(a.ne)} and {list(b.ne)} ('{a.name}', '{b.name}')"
+        )
     if not a.type.is_quantized and a.type not in (types.F16, types.BF16):
         raise TypeError(f"add_cast: a must be F16, BF16 or quantized, got {a.type.name} ('{a.name}')")
     return new_node(ADD, type, a.ne, (a, b))
@@ -162,7 +165,7 @@ def div(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     return _binary(DIV, a, b, inplace)
 
 
-# --- references -----------------------------------------------------------------------------------------------------------
+# --- references -------------------------------------------------------------------------------------------------------
 
 
 def _repeat(a, b):
@@ -193,7 +196,7 @@ def _(node, a, b):
     return a / _repeat(a, b)
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @jitted
@@ -271,7 +274,7 @@ def make_binary(op: Op, d: Type, s0: Type, s1: Type, by_one: bool):
 
     @kernel
     def binary(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
-        first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+        first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to = rows.offset(dst_nb, i1, i2, i3) + size * begin
@@ -292,7 +295,7 @@ def make_binary_strided(op: Op, d: Type, s0: Type, s1: Type):
     def binary_strided(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         x = COUNTER_LINE + 2 * _SLOT * ith
         y = x + _SLOT
-        first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+        first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)
@@ -370,7 +373,7 @@ for _op in (SUB, MUL, DIV):
     _op.kernel(_select)
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases(op, build):

@@ -2,14 +2,14 @@
 
 Three kernels, chosen by layout; each is made for a pair of types:
 
-    rows        both sides have contiguous rows of the same shape, or are contiguous altogether: bytes are moved or vectors
-                converted, at memory speed
-    transpose   the source's dimension 1 is contiguous, the target's dimension 0: tiles of 16 x 16 stay in the first cache
+    runs        both sides have contiguous rows, of any lengths: bytes are moved or vectors converted, at memory speed
+    transpose   the source's dimension 1 is contiguous, the target's dimension 0: tiles of 16 x 16, in registers where
+                the types are equal
     elements    anything else, one element at a time
 
-Conversions are those of ops/lib/convert.py: between F32, F16 and BF16; F32 and I32; quantized to F32; F32, F16 and BF16 to
-quantized (not IQ1, IQ2, IQ3, which need a search). To a quantized type the source has contiguous rows and the target is
-contiguous.
+Conversions are those of ops/lib/convert.py: between F32, F16 and BF16; F32 and I32; quantized to F32; F32, F16 and
+BF16 to quantized (not IQ1, IQ2, IQ3, which need a search). To a quantized type the source has contiguous rows and the
+target is contiguous.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COUNTER_LINE = 64
 TILE = 16
 
 
-# --- builders -------------------------------------------------------------------------------------------------------------
+# --- builders ---------------------------------------------------------------------------------------------------------
 
 
 def dup(a: Tensor, *, inplace: bool = False) -> Tensor:
@@ -87,8 +87,8 @@ def cast(a: Tensor, type: Type) -> Tensor:
         type: of the result.
 
     Returns:
-        The shape of `a`, contiguous, of `type`. The node's op is cpy; ggml lists the result itself as its second source,
-        which is left out here.
+        The shape of `a`, contiguous, of `type`. The node's op is cpy; ggml lists the result itself as its second
+        source, which is left out here.
 
     Raises:
         ValueError: ne[0] is no multiple of the block of `type`.
@@ -103,7 +103,9 @@ def cast(a: Tensor, type: Type) -> Tensor:
 def _cont(where: str, a: Tensor, *ne: int) -> Tensor:
     dims = as_dims(where, a.type, *ne)
     if a.nelements != dims[0] * dims[1] * dims[2] * dims[3]:
-        raise ValueError(f"{where}: the number of elements must stay the same, got {list(a.ne)} and {list(ne)} ('{a.name}')")
+        raise ValueError(
+            f"{where}: the number of elements must stay the same, got {list(a.ne)} and {list(ne)} ('{a.name}')"
+        )
     result = new_node(CONT, a.type, dims, (a,))
     result.name = f"{a.name} (cont)"
     return result
@@ -152,7 +154,10 @@ def cont_4d(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
 
     Args:
         a: any type and layout.
-        ne0, ne1, ne2, ne3: sizes; as many elements as `a` has.
+        ne0: size of dimension 0, a multiple of the block.
+        ne1: size of dimension 1.
+        ne2: size of dimension 2.
+        ne3: size of dimension 3.
 
     Returns:
         [ne0, ne1, ne2, ne3] of the type of `a`, contiguous.
@@ -165,7 +170,7 @@ def cont_4d(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
     return _cont("cont_4d", a, ne0, ne1, ne2, ne3)
 
 
-# --- reference ------------------------------------------------------------------------------------------------------------
+# --- reference --------------------------------------------------------------------------------------------------------
 
 
 def as_type(values, type):
@@ -185,55 +190,81 @@ def _reference(node, a, *_):
     return shaped if node.src[0].type is node.type else as_type(shaped, node.type)
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def make_copy_rows(row, unit: int, blck0: int, size0: int, blck: int, size: int):
-    """Kernel for contiguous rows of the same shape, or two contiguous tensors of any shapes.
+def make_copy_runs(row, unit: int, blck0: int, size0: int, blck: int, size: int):
+    """Kernel for contiguous rows, of any lengths: runs that end with a row of either side.
 
     Args:
         row: helper that converts contiguous elements (`convert.row`).
-        unit: threads cut rows at multiples of it.
-        blck0, size0, blck, size: elements and bytes of a block of the source and of the target.
+        unit: threads cut at multiples of it.
+        blck0: elements of a block of the source.
+        size0: bytes of a block of the source.
+        blck: elements of a block of the target.
+        size: bytes of a block of the target.
     """
 
     @kernel
-    def copy_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+    def copy_runs(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         scratch = COUNTER_LINE + convert.SCRATCH * ith
-        if rows.packed(dst_ne, dst_nb, blck, size) and rows.packed(src0_ne, src0_nb, blck0, size0):
-            begin, end = rows.part(dst_ne[0] * dst_ne[1] * dst_ne[2] * dst_ne[3], unit, ith, nth)
-            row(dst, begin // blck * size, src0, begin // blck0 * size0, end - begin, work, scratch)
-        else:
-            first, last, begin, end = rows.share(dst_ne, unit, ith, nth)
-            i1, i2, i3 = rows.position(dst_ne, first)
-            for _ in range(first, last):
-                to = rows.offset(dst_nb, i1, i2, i3) + begin // blck * size
-                at = rows.offset(src0_nb, i1, i2, i3) + begin // blck0 * size0
-                row(dst, to, src0, at, end - begin, work, scratch)
+        ne0, ne00 = dst_ne[0], src0_ne[0]
+        k, end = rows.part(ne0 * dst_ne[1] * dst_ne[2] * dst_ne[3], np.int64(unit), ith, nth)
+        packed = rows.packed(dst_ne, dst_nb, np.int64(blck), np.int64(size))
+        if packed and rows.packed(src0_ne, src0_nb, np.int64(blck0), np.int64(size0)):
+            row(dst, k // blck * size, src0, k // blck0 * size0, end - k, work, scratch)
+            return
+        i0, j0 = k % ne0, k % ne00
+        i1, i2, i3 = rows.position(dst_ne, k // ne0)
+        j1, j2, j3 = rows.position(src0_ne, k // ne00)
+        while k < end:
+            n = ne0 - i0 if ne0 - i0 < ne00 - j0 else ne00 - j0
+            if end - k < n:
+                n = end - k
+            to = rows.offset(dst_nb, i1, i2, i3) + i0 // blck * size
+            row(dst, to, src0, rows.offset(src0_nb, j1, j2, j3) + j0 // blck0 * size0, n, work, scratch)
+            k, i0, j0 = k + n, i0 + n, j0 + n
+            if i0 == ne0:
+                i0 = 0
                 i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
+            if j0 == ne00:
+                j0 = 0
+                j1, j2, j3 = rows.following(src0_ne, j1, j2, j3)
 
-    return copy_rows
+    return copy_runs
 
 
 @functools.cache
-def make_transpose(element, size0: int, size: int):
-    """Kernel for equal shapes, the source contiguous along dimension 1 and the target along dimension 0."""
+def make_transpose(element, tile, size0: int, size: int):
+    """Kernel for equal shapes, the source contiguous along dimension 1 and the target along dimension 0.
+
+    Args:
+        element: helper that converts one element.
+        tile: helper that moves 16 x 16 elements of equal types; None: one at a time.
+        size0: bytes of an element of the source.
+        size: bytes of an element of the target.
+    """
+    by_tiles = tile is not None
 
     @kernel
     def copy_transposed(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         ne0, ne1 = dst_ne[0], dst_ne[1]
-        tiles = (ne1 + TILE - 1) // TILE
-        n = tiles * dst_ne[2] * dst_ne[3]
-        for tile in range(n * ith // nth, n * (ith + 1) // nth):
-            i2, i3, first = tile // tiles % dst_ne[2], tile // tiles // dst_ne[2], tile % tiles * TILE
+        strips = (ne1 + TILE - 1) // TILE
+        n = strips * dst_ne[2] * dst_ne[3]
+        for strip in range(n * ith // nth, n * (ith + 1) // nth):
+            i2, i3, first = strip // strips % dst_ne[2], strip // strips // dst_ne[2], strip % strips * TILE
             last = first + TILE if first + TILE < ne1 else ne1
-            to, at = rows.offset(dst_nb, 0, i2, i3), rows.offset(src0_nb, 0, i2, i3)
+            to = rows.offset(dst_nb, first, i2, i3)
+            at = rows.offset(src0_nb, 0, i2, i3) + size0 * first
             for begin in range(0, ne0, TILE):
                 end = begin + TILE if begin + TILE < ne0 else ne0
-                for i1 in range(first, last):
-                    for i0 in range(begin, end):
-                        element(dst, to + i1 * dst_nb[1] + size * i0, src0, at + i0 * src0_nb[0] + size0 * i1)
+                if by_tiles and last - first == TILE and end - begin == TILE:
+                    tile(dst, to + size * begin, dst_nb[1], src0, at + begin * src0_nb[0], src0_nb[0])
+                else:
+                    for i1 in range(last - first):
+                        for i0 in range(begin, end):
+                            element(dst, to + i1 * dst_nb[1] + size * i0, src0, at + i0 * src0_nb[0] + size0 * i1)
 
     return copy_transposed
 
@@ -244,7 +275,7 @@ def make_copy_elements(element):
 
     @kernel
     def copy_elements(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
-        begin, end = rows.part(dst_ne[0] * dst_ne[1] * dst_ne[2] * dst_ne[3], 16, ith, nth)
+        begin, end = rows.part(dst_ne[0] * dst_ne[1] * dst_ne[2] * dst_ne[3], np.int64(16), ith, nth)
         i0, j0 = begin % dst_ne[0], begin % src0_ne[0]
         i1, i2, i3 = rows.position(dst_ne, begin // dst_ne[0])
         j1, j2, j3 = rows.position(src0_ne, begin // src0_ne[0])
@@ -267,19 +298,20 @@ def make_copy_elements(element):
 def _select(node):
     a = node.src[0]
     s, d = a.type, node.type
-    contiguous = node.is_contiguous and a.is_contiguous
-    by_rows = contiguous or (node.ne == a.ne and node.is_contiguous_rows and a.is_contiguous_rows)
-    if by_rows and (node.is_contiguous or s is d or not d.is_quantized):
+    is_packed = node.is_contiguous and a.is_contiguous
+    by_blocks = s.is_quantized or d.is_quantized
+    if is_packed or (node.is_contiguous_rows and a.is_contiguous_rows and (node.ne[0] == a.ne[0] or not by_blocks)):
         row = convert.row(s, d)
-        blocks = (s.blck_size, s.type_size, d.blck_size, d.type_size)
-        return None if row is None else make_copy_rows(row, max(64, s.blck_size, d.blck_size), *blocks)
-    if s.is_quantized or d.is_quantized:
-        return None
-    element = convert.element(s.name, d.name)
+        if row is None or (d.is_quantized and s is not d and not node.is_contiguous):
+            return None
+        return make_copy_runs(
+            row, max(64, s.blck_size, d.blck_size), s.blck_size, s.type_size, d.blck_size, d.type_size
+        )
+    element = None if by_blocks else convert.element(s.name, d.name)
     if element is None:
         return None
     if node.ne == a.ne and a.nb[1] == s.type_size and node.nb[0] == d.type_size:
-        return make_transpose(element, s.type_size, d.type_size)
+        return make_transpose(element, convert.tile(s.type_size) if s is d else None, s.type_size, d.type_size)
     return make_copy_elements(element)
 
 
@@ -287,7 +319,7 @@ def _work_size(node, nth):
     return convert.scratch_size(node.src[0].type, node.type, nth)
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases():
@@ -322,7 +354,9 @@ def _cases():
     CPY.case("I32 to F32, transposed")(lambda t: cast(transpose(t.ints("I32", 25, 3, high=1 << 20)), types.F32))
     CPY.case("into a cache")(lambda t: cpy(t("F32", 8, 2), view_3d(t("F16", 8, 6), 8, 2, 1, 16, 32, 48)))
     CPY.case("into permuted memory")(lambda t: cpy(t("F32", 5, 4, 3), permute(t("F32", 5, 3, 4), 0, 2, 1, 3)))
-    CPY.case("into padded rows of another shape")(lambda t: cpy(t("F32", 12, 5, 2), view_2d(t("F32", 9, 21), 6, 20, 36, 4)))
+    CPY.case("into padded rows of another shape")(
+        lambda t: cpy(t("F32", 12, 5, 2), view_2d(t("F32", 9, 21), 6, 20, 36, 4))
+    )
 
 
 for _op in (DUP, CPY, CONT):

@@ -16,7 +16,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
-from ggjit.ops.unary import FORMULAS
+from ggjit.ops.unary import FORMULAS, lanes_of
 from ggjit.tensor import Tensor, new_node
 
 activations = lazy_module("ggjit.ops.lib.activations")
@@ -25,8 +25,8 @@ rows = lazy_module("ggjit.ops.lib.rows")
 vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = [
-    "geglu", "geglu_erf", "geglu_erf_split", "geglu_quick", "geglu_quick_split", "geglu_split", "glu", "reglu", "reglu_split",
-    "swiglu", "swiglu_clamp", "swiglu_oai", "swiglu_split",
+    "geglu", "geglu_erf", "geglu_erf_split", "geglu_quick", "geglu_quick_split", "geglu_split", "glu", "reglu",
+    "reglu_split", "swiglu", "swiglu_clamp", "swiglu_oai", "swiglu_split",
 ]  # fmt: skip
 
 FUNCTIONS = ("reglu", "geglu", "swiglu", "swiglu_oai", "geglu_erf", "geglu_quick", "swiglu_clamp")
@@ -36,11 +36,16 @@ _GATES = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu", "geglu_erf": "gelu
 GLU = Op("glu", id=100, params=(("function", "i32"), ("swapped", "i32"), ("alpha", "f32"), ("limit", "f32")))
 
 
-def _glu(function: str, a: Tensor, b: Tensor | None, swapped: bool = False, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+def _glu(
+    function: str, a: Tensor, b: Tensor | None, swapped: bool = False, alpha: float = 0.0, limit: float = 0.0
+) -> Tensor:
     params = (FUNCTIONS.index(function), int(swapped), alpha, limit)
     for t in (a, b):
         if t is not None and not t.is_contiguous_1:
-            raise ValueError(f"{function}: sources must be contiguous above dimension 1, got ne {list(t.ne)}, nb {list(t.nb)} ('{t.name}')")
+            raise ValueError(
+                f"{function}: sources must be contiguous above dimension 1, got ne {list(t.ne)}, nb {list(t.nb)} "
+                f"('{t.name}')"
+            )
     if b is None:
         if a.ne[0] % 2:
             raise ValueError(f"{function}: ne[0] of a must be even, got {list(a.ne)} ('{a.name}')")
@@ -49,8 +54,8 @@ def _glu(function: str, a: Tensor, b: Tensor | None, swapped: bool = False, alph
         raise ValueError(f"{function}: swapped must be False with two sources, got True")
     if a.ne != b.ne or a.type is not b.type:
         raise ValueError(
-            f"{function}: a and b must have the same type and shape, got {a.type.name}{list(a.ne)} and {b.type.name}{list(b.ne)} "
-            f"('{a.name}', '{b.name}')"
+            f"{function}: a and b must have the same type and shape, got {a.type.name}{list(a.ne)} and "
+            f"{b.type.name}{list(b.ne)} ('{a.name}', '{b.name}')"
         )
     return new_node(GLU, a.type, a.ne, (a, b), params)
 
@@ -59,8 +64,8 @@ def glu(a: Tensor, b: Tensor | None, function: str, *, swapped: bool = False) ->
     """Multiply an activation of one half by the other half: f(x) * g.
 
     Args:
-        a: f32, f16 or bf16, contiguous but for gaps between rows. Without `b` [2 n, ne1, ne2, ne3]: x is the first half of
-            each row and g the second; with `b` [n, ne1, ne2, ne3]: x.
+        a: f32, f16 or bf16, contiguous but for gaps between rows. Without `b` [2 n, ne1, ne2, ne3]: x is the first
+            half of each row and g the second; with `b` [n, ne1, ne2, ne3]: x.
         b: None, or g with the type and shape of `a`.
         function: reglu (f is relu), geglu (gelu), swiglu (silu), geglu_erf (gelu_erf) or geglu_quick (gelu_quick).
         swapped: x is the second half and g the first.
@@ -162,7 +167,8 @@ def swiglu_oai(a: Tensor, b: Tensor | None, alpha: float, limit: float) -> Tenso
     """Gate as gpt-oss does: x / (1 + e^(-alpha x)) * (g + 1), x at most limit, g within -limit and limit.
 
     Args:
-        a, b: as for `glu`.
+        a: as for `glu`.
+        b: as for `glu`.
         alpha: steepness of the sigmoid.
         limit: bound of x and g.
 
@@ -181,7 +187,8 @@ def swiglu_clamp(a: Tensor, b: Tensor | None, limit: float) -> Tensor:
     """Gate by silu within bounds: silu(x) * g, x at most limit, g within -limit and limit.
 
     Args:
-        a, b: as for `glu`.
+        a: as for `glu`.
+        b: as for `glu`.
         limit: bound of x and g.
 
     Returns:
@@ -195,7 +202,7 @@ def swiglu_clamp(a: Tensor, b: Tensor | None, limit: float) -> Tensor:
     return _glu("swiglu_clamp", a, b, False, 0.0, limit)
 
 
-# --- reference ------------------------------------------------------------------------------------------------------------
+# --- reference --------------------------------------------------------------------------------------------------------
 
 
 @GLU.reference
@@ -209,7 +216,7 @@ def _(node, a, b=None):
     return x / (1 + np.exp(-p.alpha * x)) * (g + 1) if name == "swiglu_oai" else FORMULAS["silu"](x) * g
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @jitted
@@ -226,11 +233,11 @@ def clamp_lanes(x, g, alpha, limit):
 
 
 @functools.cache
-def glu_lanes(function: str):
+def glu_lanes(function: str, type_name: str):
     """Helper (x, g, alpha, limit) -> vector."""
     if function not in _GATES:
         return {"swiglu_oai": oai_lanes, "swiglu_clamp": clamp_lanes}[function]
-    gate = getattr(activations, _GATES[function])
+    gate = lanes_of(_GATES[function], type_name)
 
     @jitted
     def lanes(x, g, alpha, limit):
@@ -242,7 +249,7 @@ def glu_lanes(function: str):
 @functools.cache
 def glu_row(function: str, type_name: str, size: int):
     """Jitted (dst, to, src0, at, src1, by, n, alpha, limit): n elements of contiguous rows."""
-    lanes = glu_lanes(function)
+    lanes = glu_lanes(function, type_name)
     load, load_first = vec.loader(type_name), vec.loader_first(type_name)
     store, store_first = vec.storer(type_name), vec.storer_first(type_name)
 
@@ -268,7 +275,7 @@ def make_glu(function: str, type_name: str, size: int):
     def glu_halves(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         alpha, limit = memory.f32_from_bits(op_params[2]), memory.f32_from_bits(op_params[3])
         half = size * dst_ne[0]
-        first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+        first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to, at = rows.offset(dst_nb, i1, i2, i3) + size * begin, rows.offset(src0_nb, i1, i2, i3) + size * begin
@@ -287,7 +294,7 @@ def make_glu_split(function: str, type_name: str, size: int):
     @kernel
     def glu_split(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         alpha, limit = memory.f32_from_bits(op_params[2]), memory.f32_from_bits(op_params[3])
-        first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+        first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to, at = rows.offset(dst_nb, i1, i2, i3) + size * begin, rows.offset(src0_nb, i1, i2, i3) + size * begin
@@ -311,7 +318,7 @@ def _(node):
     return 8 * node.nelements
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases():
@@ -327,7 +334,9 @@ def _cases():
     GLU.case("padded rows")(lambda t: geglu(view_2d(t("F32", 50, 4), 36, 4, 200, 8)))
     GLU.case("bf16")(lambda t: swiglu(t("BF16", 70, 3)))
     GLU.case("swiglu_oai")(lambda t: swiglu_oai(t("F32", 74, 3, low=-9, high=9), None, 1.702, 7.0))
-    GLU.case("swiglu_oai, split")(lambda t: swiglu_oai(t("F32", 37, low=-3, high=3), t("F32", 37, low=-3, high=3), 1.2, 2.0))
+    GLU.case("swiglu_oai, split")(
+        lambda t: swiglu_oai(t("F32", 37, low=-3, high=3), t("F32", 37, low=-3, high=3), 1.2, 2.0)
+    )
     GLU.case("swiglu_clamp")(lambda t: swiglu_clamp(t("F32", 74, 3, low=-9, high=9), None, 1.5))
 
 

@@ -3,9 +3,9 @@
     get_rows   dst[:, i10, i11, i12] = a[:, ids[i10, i11, i12], i11, i12], decoded to f32
     set_rows   a[:, ids[i1, i2 % c1, i3 % c2], i2, i3] = b[:, i1, i2, i3], encoded to the type of a
 
-get_rows looks token embeddings up; set_rows writes the KV cache. Every id is checked: a kernel stops at the first one out
-of range and returns its place. Threads of set_rows take a part of every row, so that of two rows with the same id the
-later one stays, whatever the number of threads.
+get_rows looks token embeddings up; set_rows writes the KV cache. Every id is checked: a kernel stops at the first one
+out of range and returns its place. Threads of set_rows take a part of every row, so that of two rows with the same id
+the later one stays, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def get_rows(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.ne[2] != b.ne[1] or a.ne[3] != b.ne[2] or b.ne[3] != 1:
         raise ValueError(
-            f"get_rows: a must have ne [ne0, n_rows, b.ne1, b.ne2] and b at most 3 dimensions, got {list(a.ne)} and {list(b.ne)} "
-            f"('{a.name}', '{b.name}')"
+            f"get_rows: a must have ne [ne0, n_rows, b.ne1, b.ne2] and b at most 3 dimensions, got {list(a.ne)} and "
+            f"{list(b.ne)} ('{a.name}', '{b.name}')"
         )
     if b.type is not types.I32:
         raise TypeError(f"get_rows: b must be I32, got {b.type.name} ('{b.name}')")
@@ -80,11 +80,13 @@ def set_rows(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """
     names = f"('{a.name}', '{b.name}', '{c.name}')"
     if a.ne[0] != b.ne[0] or a.ne[2:] != b.ne[2:]:
-        raise ValueError(f"set_rows: a and b must agree in dimensions 0, 2 and 3, got {list(a.ne)} and {list(b.ne)} {names}")
+        raise ValueError(
+            f"set_rows: a and b must agree in dimensions 0, 2 and 3, got {list(a.ne)} and {list(b.ne)} {names}"
+        )
     if b.ne[1] != c.ne[0] or c.ne[3] != 1 or any(n % m if m else n for n, m in zip(b.ne[2:], c.ne[1:3], strict=True)):
         raise ValueError(
-            f"set_rows: c must have a number for each row of b and repeat along dimensions 2 and 3, got {list(c.ne)} for "
-            f"{list(b.ne)} {names}"
+            f"set_rows: c must have a number for each row of b and repeat along dimensions 2 and 3, got {list(c.ne)} "
+            f"for {list(b.ne)} {names}"
         )
     if b.type not in (types.F32, types.F16) or c.type not in (types.I64, types.I32):
         raise TypeError(f"set_rows: b must be F32 or F16 and c I64 or I32, got {b.type.name} and {c.type.name} {names}")
@@ -94,7 +96,7 @@ def set_rows(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return view_tensor(SET_ROWS, a, (b, c, a))
 
 
-# --- references -----------------------------------------------------------------------------------------------------------
+# --- references -------------------------------------------------------------------------------------------------------
 
 
 @GET_ROWS.reference
@@ -114,7 +116,7 @@ def _(node, b, ids, a):
     return out
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -124,12 +126,13 @@ def make_get_rows(row, unit: int, blck0: int, size0: int):
     Args:
         row: helper that converts contiguous elements (`convert.row`).
         unit: threads cut rows at multiples of it.
-        blck0, size0: elements and bytes of a block of the source.
+        blck0: elements of a block of the source.
+        size0: bytes of a block of the source.
     """
 
     @kernel
     def get_rows_of(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
-        first, last, begin, end = rows.share(dst_ne, unit, ith, nth)
+        first, last, begin, end = rows.share(dst_ne, np.int64(unit), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for k in range(first, last):
             id = np.int64(memory.load_i32(src1, i1 * src1_nb[0] + i2 * src1_nb[1] + i3 * src1_nb[2]))
@@ -149,8 +152,10 @@ def make_get_rows_strided(element):
     """Kernel that gathers rows whose elements have gaps."""
 
     @kernel
-    def get_rows_strided(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
-        first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+    def get_rows_strided(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
+    ):
+        first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for k in range(first, last):
             id = np.int64(memory.load_i32(src1, i1 * src1_nb[0] + i2 * src1_nb[1] + i3 * src1_nb[2]))
@@ -172,7 +177,9 @@ def make_set_rows(row, unit: int, size0: int, blck: int, size: int, ids: str):
     Args:
         row: helper that converts contiguous elements (`convert.row`).
         unit: threads cut rows at multiples of it.
-        size0, blck, size: bytes of a source element; elements and bytes of a block of the target.
+        size0: bytes of an element of the source.
+        blck: elements of a block of the target.
+        size: bytes of a block of the target.
         ids: "i64" or "i32".
     """
     load = memory.load_i64 if ids == "i64" else memory.load_i32
@@ -182,7 +189,7 @@ def make_set_rows(row, unit: int, size0: int, blck: int, size: int, ids: str):
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
     ):  # fmt: skip
         scratch = COUNTER_LINE + convert.SCRATCH * ith
-        begin, end = rows.part(dst_ne[0], unit, ith, nth)
+        begin, end = rows.part(dst_ne[0], np.int64(unit), ith, nth)
         if begin == end:
             return 0
         for i3 in range(src0_ne[3]):
@@ -225,7 +232,7 @@ def _(node, nth):
     return convert.scratch_size(node.src[0].type, node.type, nth)
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases():
@@ -234,22 +241,34 @@ def _cases():
     for name, n in (("F32", 37), ("F16", 577), ("BF16", 65), ("Q8_0", 96), ("Q4_0", 64), ("Q4_1", 64), ("Q6_K", 512)):
         GET_ROWS.case(name)(lambda t, f=name, n=n: get_rows(t(f, n, 6), t.ints("I32", 4, high=6)))
         GET_ROWS.case(f"{name}, one row")(lambda t, f=name, n=n: get_rows(t(f, n, 6), t.ints("I32", 1, high=6)))
-        GET_ROWS.case(f"{name}, batches")(lambda t, f=name, n=n: get_rows(t(f, n, 5, 2, 3), t.ints("I32", 3, 2, 3, high=5)))
+        GET_ROWS.case(f"{name}, batches")(
+            lambda t, f=name, n=n: get_rows(t(f, n, 5, 2, 3), t.ints("I32", 3, 2, 3, high=5))
+        )
     GET_ROWS.case("I32")(lambda t: get_rows(t.ints("I32", 17, 6), t.ints("I32", 9, high=6)))
     GET_ROWS.case("permuted")(lambda t: get_rows(permute(t("Q8_0", 32, 2, 4), 0, 2, 1, 3), t.ints("I32", 3, 2, high=4)))
     GET_ROWS.case("transposed")(lambda t: get_rows(transpose(t("F16", 6, 33)), t.ints("I32", 4, high=6)))
-    GET_ROWS.case("spaced ids")(lambda t: get_rows(t("F32", 9, 4, 3), view_2d(t.ints("I32", 6, 3, high=4), 3, 3, 24, 0)))
+    GET_ROWS.case("spaced ids")(
+        lambda t: get_rows(t("F32", 9, 4, 3), view_2d(t.ints("I32", 6, 3, high=4), 3, 3, 24, 0))
+    )
     GET_ROWS.case("no ids")(lambda t: get_rows(t("F32", 8, 4), t.ints("I32", 0)))
 
     ids = [4, 0, 5]
     for s in ("F32", "F16"):
         for d, n in (("F32", 37), ("F16", 192), ("BF16", 65), ("Q8_0", 320), ("Q4_0", 64), ("Q4_1", 64)):
-            SET_ROWS.case(f"{s} to {d}")(lambda t, s=s, d=d, n=n: set_rows(t(d, n, 6), t(s, n, 3), t.array(np.int64(ids))))
+            SET_ROWS.case(f"{s} to {d}")(
+                lambda t, s=s, d=d, n=n: set_rows(t(d, n, 6), t(s, n, 3), t.array(np.int64(ids)))
+            )
     SET_ROWS.case("i32 ids")(lambda t: set_rows(t("F16", 64, 6), t("F32", 64, 3), t.array(np.int32(ids))))
-    SET_ROWS.case("repeated ids")(lambda t: set_rows(t("F16", 64, 6, 4, 2), t("F32", 64, 3, 4, 2), t.ints("I64", 3, 2, high=6)))
-    SET_ROWS.case("same id twice")(lambda t: set_rows(t("F32", 70, 4), t("F32", 70, 5), t.array(np.int64([1, 3, 1, 3, 1]))))
+    SET_ROWS.case("repeated ids")(
+        lambda t: set_rows(t("F16", 64, 6, 4, 2), t("F32", 64, 3, 4, 2), t.ints("I64", 3, 2, high=6))
+    )
+    SET_ROWS.case("same id twice")(
+        lambda t: set_rows(t("F32", 70, 4), t("F32", 70, 5), t.array(np.int64([1, 3, 1, 3, 1])))
+    )
     SET_ROWS.case("padded rows")(
-        lambda t: set_rows(view_2d(t("F16", 40, 6), 33, 6, 80, 8), view_2d(t("F32", 40, 3), 33, 3, 160, 4), t.array(np.int64(ids)))
+        lambda t: set_rows(
+            view_2d(t("F16", 40, 6), 33, 6, 80, 8), view_2d(t("F32", 40, 3), 33, 3, 160, 4), t.array(np.int64(ids))
+        )
     )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
@@ -34,7 +36,8 @@ def scale_bias(a: Tensor, s: float, b: float, *, inplace: bool = False) -> Tenso
 
     Args:
         a: f32, f16 or bf16 [ne0, ne1, ne2, ne3]; rows contiguous, equally far apart.
-        s, b: the constants.
+        s: factor.
+        b: what is added.
         inplace: put the result where `a` lies.
 
     Returns:
@@ -47,7 +50,10 @@ def scale_bias(a: Tensor, s: float, b: float, *, inplace: bool = False) -> Tenso
     """
     nb, size = a.nb, a.type.type_size
     if nb[0] != size or nb[2] != nb[1] * a.ne[1] or nb[3] != nb[2] * a.ne[2]:
-        raise ValueError(f"scale: rows of a must be contiguous and equally far apart, got ne {list(a.ne)}, nb {list(nb)} ('{a.name}')")
+        raise ValueError(
+            f"scale: rows of a must be contiguous and equally far apart, got ne {list(a.ne)}, nb {list(nb)} "
+            f"('{a.name}')"
+        )
     params = (float(s), float(b))
     return view_tensor(SCALE, a, (a,), params) if inplace else new_node(SCALE, a.type, a.ne, (a,), params)
 
@@ -83,7 +89,7 @@ def make_scale(type_name: str, size: int):
     @kernel
     def scale_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         s, b = memory.f32_from_bits(op_params[0]), memory.f32_from_bits(op_params[1])
-        first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+        first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)

@@ -3,8 +3,9 @@
     dst[i] = f(a[i])
 
 Values are f32 in registers, rounded once to the type of `a`. One kernel for each function and type; the functions
-themselves are vectors in, vectors out (ops/lib/activations.py). ggml looks gelu and gelu_quick of f32 up in a table of f16
-values; here they are computed, with 0 for gelu up to -10.
+themselves are vectors in, vectors out (ops/lib/activations.py). ggml looks gelu and gelu_quick of f32 up in a table of
+f16 values; here they are computed, gelu with ggml's bound: 0 up to -10 in f32 (in f16 and bf16 -inf gives NaN). So
+gelu_quick does not overflow beyond 65504, as the table does.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ rows = lazy_module("ggjit.ops.lib.rows")
 vec = lazy_module("ggjit.ops.lib.vec")
 
 FUNCTIONS = (
-    "abs", "sgn", "neg", "step", "tanh", "elu", "relu", "sigmoid", "gelu", "gelu_quick", "silu", "hardswish", "hardsigmoid",
-    "exp", "expm1", "softplus", "gelu_erf", "xielu", "floor", "ceil", "round", "trunc",
+    "abs", "sgn", "neg", "step", "tanh", "elu", "relu", "sigmoid", "gelu", "gelu_quick", "silu", "hardswish",
+    "hardsigmoid", "exp", "expm1", "softplus", "gelu_erf", "xielu", "floor", "ceil", "round", "trunc",
 )  # fmt: skip
 """Names in the order of ggml's numbers."""
 
 __all__ = [
-    "abs", "ceil", "elu", "exp", "expm1", "floor", "gelu", "gelu_erf", "gelu_quick", "hardsigmoid", "hardswish", "neg", "relu",
-    "round", "sgn", "sigmoid", "silu", "softplus", "step", "tanh", "trunc", "unary", "xielu",
+    "abs", "ceil", "elu", "exp", "expm1", "floor", "gelu", "gelu_erf", "gelu_quick", "hardsigmoid", "hardswish", "neg",
+    "relu", "round", "sgn", "sigmoid", "silu", "softplus", "step", "tanh", "trunc", "unary", "xielu",
 ]  # fmt: skip
 
 UNARY = Op(
@@ -43,7 +44,7 @@ UNARY = Op(
 )
 
 
-# --- builders (some hide names of Python's, as ggml's names do) -----------------------------------------------------------
+# --- builders (some hide names of Python's, as ggml's names do) -------------------------------------------------------
 
 
 def unary(a: Tensor, function: str, *, inplace: bool = False) -> Tensor:
@@ -100,7 +101,7 @@ def neg(a: Tensor, *, inplace: bool = False) -> Tensor:
 
 
 def step(a: Tensor, *, inplace: bool = False) -> Tensor:
-    """Take 1 for what is above 0; arguments as for `unary`.
+    """Take 1 for what is above 0, 0 for the rest; arguments as for `unary`.
 
     Source: ggml_step.
     """
@@ -140,7 +141,9 @@ def sigmoid(a: Tensor, *, inplace: bool = False) -> Tensor:
 
 
 def gelu(a: Tensor, *, inplace: bool = False) -> Tensor:
-    """Apply the Gaussian error linear unit in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); arguments as for `unary`.
+    """Apply the Gaussian error linear unit in its tanh form; arguments as for `unary`.
+
+    0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 
     Source: ggml_gelu.
     """
@@ -251,7 +254,10 @@ def xielu(a: Tensor, alpha_n: float, alpha_p: float, beta: float, eps: float) ->
 
     Args:
         a: f32, f16 or bf16, contiguous but for gaps between rows.
-        alpha_n, alpha_p, beta, eps: the parameters.
+        alpha_n: gives n, the weight of the exponential part.
+        alpha_p: gives p, the weight of the square.
+        beta: slope at 0.
+        eps: bound of the exponent.
 
     Returns:
         The type and shape of `a`. The node's parameters alpha_n and alpha_p hold n and p.
@@ -262,7 +268,9 @@ def xielu(a: Tensor, alpha_n: float, alpha_p: float, beta: float, eps: float) ->
     Source: Huang and Schlag, Deriving activation functions using integration (2024); ggml_xielu.
     """
     if not a.is_contiguous_1:
-        raise ValueError(f"xielu: a must be contiguous above dimension 1, got ne {list(a.ne)}, nb {list(a.nb)} ('{a.name}')")
+        raise ValueError(
+            f"xielu: a must be contiguous above dimension 1, got ne {list(a.ne)}, nb {list(a.nb)} ('{a.name}')"
+        )
     return _unary("xielu", a, False, (beta + _softplus(alpha_n), _softplus(alpha_p), beta, eps))
 
 
@@ -270,7 +278,7 @@ def _softplus(x: float) -> float:
     return x if x > 20.0 else math.log1p(math.exp(x))
 
 
-# --- reference ------------------------------------------------------------------------------------------------------------
+# --- reference --------------------------------------------------------------------------------------------------------
 
 
 def _xielu(x, p):
@@ -312,14 +320,17 @@ def _(node, a):
     return _xielu(a, node.params) if name == "xielu" else FORMULAS[name](a)
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 _DIRECT = ("abs", "tanh", "exp", "floor", "ceil", "trunc")  # functions of vec; "round" there would be another
 
 
-def lanes_of(function: str):
+def lanes_of(function: str, type_name: str):
     """Helper vector -> vector of a function without parameters."""
-    return getattr(vec if function in _DIRECT else activations, "round_away" if function == "round" else function)
+    if function in _DIRECT:
+        return getattr(vec, function)
+    name = {"round": "round_away", "gelu": "gelu" if type_name == "F32" else "gelu_open"}.get(function, function)
+    return getattr(activations, name)
 
 
 @functools.cache
@@ -327,7 +338,7 @@ def unary_row(function: str, type_name: str, size: int):
     """Jitted (dst, to, src, at, n, params): n elements of a contiguous row; params are the op_params."""
     load, load_first = vec.loader(type_name), vec.loader_first(type_name)
     store, store_first = vec.storer(type_name), vec.storer_first(type_name)
-    lanes = lanes_of(function)
+    lanes = lanes_of(function, type_name)
 
     @jitted
     def row(dst, to, src, at, n, params):
@@ -370,7 +381,7 @@ def make_unary(function: str, type_name: str, size: int):
 
     @kernel
     def unary_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
-        first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+        first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)
@@ -387,7 +398,7 @@ def _(node):
     return make_unary(FUNCTIONS[node.params.function], node.type.name, node.type.type_size)
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases():

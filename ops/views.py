@@ -1,7 +1,7 @@
 """Views: other headers on the same bytes. reshape, view, permute and transpose do no work when a graph runs.
 
-Each result has op, sources and `view_src`, the tensor that owns the bytes; a view of a view is a view of that owner, with
-the offsets summed. What needs gaps closed or elements moved is a copy: `cont`, `cpy` (ops/copy.py).
+Each result has op, sources and `view_src`, the tensor that owns the bytes; a view of a view is a view of that owner,
+with the offsets summed. What needs gaps closed or elements moved is a copy: `cont`, `cpy` (ops/copy.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ __all__ = [
 
 RESHAPE = Op("reshape", id=36, view=True)
 VIEW = Op("view", id=37, params=(("offset", "i64"),), view=True)
-PERMUTE = Op("permute", id=38, params=(("axis0", "i32"), ("axis1", "i32"), ("axis2", "i32"), ("axis3", "i32")), view=True)
+PERMUTE = Op(
+    "permute", id=38, params=(("axis0", "i32"), ("axis1", "i32"), ("axis2", "i32"), ("axis3", "i32")), view=True
+)
 TRANSPOSE = Op("transpose", id=39, view=True)
 
 
@@ -33,19 +35,25 @@ def as_dims(where: str, type: Type, *ne: int) -> Dims:
     if min(dims) < 0:
         raise ValueError(f"{where}: sizes must not be negative, got {list(ne)}")
     if dims[0] % type.blck_size:
-        raise ValueError(f"{where}: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {list(ne)}")
+        raise ValueError(
+            f"{where}: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {list(ne)}"
+        )
     return dims  # type: ignore[return-value]
 
 
-# --- reshape ------------------------------------------------------------------------------------------------------------
+# --- reshape ----------------------------------------------------------------------------------------------------------
 
 
 def _reshape(where: str, a: Tensor, *ne: int) -> Tensor:
     dims = as_dims(where, a.type, *ne)
     if not a.is_contiguous:
-        raise ValueError(f"{where}: a must be contiguous, got ne {list(a.ne)}, nb {list(a.nb)}; use cont first ('{a.name}')")
+        raise ValueError(
+            f"{where}: a must be contiguous, got ne {list(a.ne)}, nb {list(a.nb)}; use cont first ('{a.name}')"
+        )
     if a.nelements != dims[0] * dims[1] * dims[2] * dims[3]:
-        raise ValueError(f"{where}: the number of elements must stay the same, got {list(a.ne)} and {list(ne)} ('{a.name}')")
+        raise ValueError(
+            f"{where}: the number of elements must stay the same, got {list(a.ne)} and {list(ne)} ('{a.name}')"
+        )
     result = new_node(RESHAPE, a.type, dims, (a,), (), None, a, 0)
     result.name = f"{a.name} (reshaped)"
     return result
@@ -121,7 +129,7 @@ def _(t):
     return reshape_2d(t("F16", 8, 0), 0, 3)
 
 
-# --- view ---------------------------------------------------------------------------------------------------------------
+# --- view -------------------------------------------------------------------------------------------------------------
 
 
 def _view(where: str, a: Tensor, ne: Dims, nb: Dims, offset: int) -> Tensor:
@@ -131,8 +139,8 @@ def _view(where: str, a: Tensor, ne: Dims, nb: Dims, offset: int) -> Tensor:
     root = result.view_src
     if result.view_offs + result.nbytes > root.nbytes and result.nbytes:
         raise ValueError(
-            f"{where}: all elements must lie inside the source, got offset {result.view_offs} + {result.nbytes} bytes with "
-            f"ne {list(ne)}, nb {list(nb)} of {root.nbytes} ('{root.name}')"
+            f"{where}: all elements must lie inside the source, got offset {result.view_offs} + {result.nbytes} bytes "
+            f"with ne {list(ne)}, nb {list(nb)} of {root.nbytes} ('{root.name}')"
         )
     result.name = f"{a.name} (view)"
     return result
@@ -163,7 +171,8 @@ def view_2d(a: Tensor, ne0: int, ne1: int, nb1: int, offset: int) -> Tensor:
 
     Args:
         a: any type and layout.
-        ne0, ne1: sizes; ne0 a multiple of the block.
+        ne0: elements of a row, a multiple of the block.
+        ne1: number of rows.
         nb1: bytes from row to row. Rows may overlap or have gaps between them.
         offset: bytes from the start of `a`.
 
@@ -251,7 +260,7 @@ def _(t):
     return view_1d(permute(t("F32", 5, 4, 3), 0, 2, 1, 3), 10, 40)
 
 
-# --- permute and transpose ------------------------------------------------------------------------------------------------
+# --- permute and transpose --------------------------------------------------------------------------------------------
 
 
 def permute(a: Tensor, axis0: int, axis1: int, axis2: int, axis3: int) -> Tensor:
@@ -259,7 +268,10 @@ def permute(a: Tensor, axis0: int, axis1: int, axis2: int, axis3: int) -> Tensor
 
     Args:
         a: any type and layout.
-        axis0, axis1, axis2, axis3: 0 to 3, each once. NumPy's transpose takes the inverse of this.
+        axis0: where dimension 0 goes, 0 to 3. NumPy's transpose takes the inverse of this.
+        axis1: where dimension 1 goes.
+        axis2: where dimension 2 goes.
+        axis3: where dimension 3 goes.
 
     Returns:
         A view of `a` with ne and nb in the new order.

@@ -49,12 +49,51 @@ def move(typingctx, dst, to, src, at, nbytes):
     return numba_types.void(dst, i64, src, i64, i64), codegen
 
 
+def _make_tile(bits):
+    @intrinsic
+    def transpose_tile(typingctx, dst, to, dst_step, src, at, src_step):
+        """Transpose 16 x 16 elements: 16 rows src_step bytes apart to 16 rows dst_step bytes apart."""
+
+        def codegen(context, b, signature, args):
+            dst, to, dst_step, src, at, src_step = args
+            vector, i64, i32 = ir.VectorType(ir.IntType(bits), 16), ir.IntType(64), ir.IntType(32)
+            r = []
+            for i in range(16):
+                offset = b.add(at, b.mul(src_step, i64(i)))
+                r.append(b.load(pointer(context, b, signature.args[3], src, offset, vector), align=bits // 8))
+            for d in (8, 4, 2, 1):  # swap the blocks of d x d elements beside the diagonal of each 2d x 2d block
+                low = ir.Constant(ir.VectorType(i32, 16), [j if not j & d else 16 + j - d for j in range(16)])
+                high = ir.Constant(ir.VectorType(i32, 16), [j + d if not j & d else 16 + j for j in range(16)])
+                for i in range(16):
+                    if not i & d:
+                        x, y = r[i], r[i + d]
+                        r[i], r[i + d] = b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)
+            for i in range(16):
+                offset = b.add(to, b.mul(dst_step, i64(i)))
+                b.store(r[i], pointer(context, b, signature.args[0], dst, offset, vector), align=bits // 8)
+            return context.get_dummy_value()
+
+        i64 = numba_types.int64
+        return numba_types.void(dst, i64, i64, src, i64, i64), codegen
+
+    return transpose_tile
+
+
+_TILES = {2: _make_tile(16), 4: _make_tile(32)}
+
+
+def tile(size):
+    """Helper (dst, to, dst_step, src, at, src_step) that transposes 16 x 16 elements of `size` bytes, or None."""
+    return _TILES.get(size)
+
+
 @functools.cache
 def row(source, target):
     """Helper (dst, to, src, at, n, work, scratch) that converts n contiguous elements; None if there is none.
 
     Args:
-        source, target: types; n is a multiple of their blocks.
+        source: type of what is read.
+        target: type of what is written; n is a multiple of both blocks.
     """
     if source is target:
         return move_row(source.blck_size, source.type_size)

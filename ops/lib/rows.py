@@ -1,6 +1,6 @@
 """How threads share the rows of a tensor, and how a loop walks over them.
 
-    first, last, begin, end = rows.share(dst_ne, 16, ith, nth)
+    first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
     i1, i2, i3 = rows.position(dst_ne, first)
     for _ in range(first, last):
         ...                                      # elements begin to end of row (i1, i2, i3)
@@ -8,7 +8,8 @@
 
 Threads take whole rows if there are enough of them, else all rows and a part of each, cut at multiples of a unit. Only
 ops whose elements do not depend on each other may be cut; the others ask for `whole` rows. Positions are counted up,
-since a division costs as much as a short row.
+since a division costs as much as a short row. Constants are given as np.int64, since Numba compiles a helper anew for
+each literal number.
 """
 
 from ggjit.jit import jitted
