@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import re
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,7 @@ class SpmMerger:
         self._unknown: list[bytes] = []
         self._pairs: dict[int, int] = {}  # left symbol << 32 | right symbol -> rank << 32 | token, -1 if none
         self._ranks = _ranks(vocab)
+        self._lock = threading.Lock()
 
     def byte_id(self, byte: int) -> int:
         """The token of a byte, -1 if the vocabulary has none."""
@@ -96,8 +98,9 @@ class SpmMerger:
         if symbol is None:
             symbol = self._vocab.id(text)
             if symbol < 0:
-                symbol = self._vocab.n + len(self._unknown)
-                self._unknown.append(text)
+                with self._lock:  # threads may share a tokenizer: one number for one text
+                    self._unknown.append(text)
+                    symbol = self._vocab.n + len(self._unknown) - 1
             self._symbols[text] = symbol
         return symbol
 
