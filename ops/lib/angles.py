@@ -18,7 +18,7 @@ COS = (4.16666666666666019037e-02, -1.38888888888741095749e-03, 2.48015872894767
 
 @jitted
 def sin_cos(x):
-    """Return sin(x), cos(x) of a float64; to 1e-15 for |x| below a million, to 1e-10 below 2^31.
+    """Return sin(x), cos(x) of a float64; to 1e-15 for |x| up to a million, to 1e-7 below 2^31.
 
     Source: fdlibm (Sun Microsystems), the polynomials on [-pi / 4, pi / 4].
     """
