@@ -232,8 +232,8 @@ class Executable:
         """Compute the graph.
 
         Args:
-            callback: called with each node after its last step, while all threads wait; False stops the run. Without
-                it no Python runs between nodes.
+            callback: called with each node, views too, when it is computed; False stops the run. Without it no Python
+                runs between nodes.
 
         Raises:
             IndexError: an index is out of range; names node, source, position and value.
@@ -247,12 +247,15 @@ class Executable:
             if failed is not None:
                 raise self.error(*failed)
             return
-        for i, s in enumerate(self.steps):
-            failed = self._program.run(pool, i, i + 1)
+        at = 0
+        for node in self.graph.nodes:
+            first = at
+            while at < len(self.steps) and self.steps[at].node is node:
+                at += 1
+            failed = self._program.run(pool, first, at) if at > first else None
             if failed is not None:
                 raise self.error(*failed)
-            last = i + 1 == len(self.steps) or self.steps[i + 1].node is not s.node
-            if last and not callback(s.node):
+            if not callback(node):
                 return
 
     def time(self) -> NDArray[np.int64]:
