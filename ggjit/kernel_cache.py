@@ -1,8 +1,8 @@
 """Compiled kernels on disk: what a kernel's key is made of, and the folder of object code.
 
 A key changes when, and only when, what the kernel is made of changes: its code, that of every function it reaches over
-files and closures, the project modules it names (all of ops/lib when any of it is used), captured constants, the
-compiler's own source, the versions of Numba, llvmlite and Python, and the CPU. No line numbers, no file names, no dates.
+files and closures, the project modules it names (those of ops/lib with all that they name in turn), captured constants,
+the compiler's own source, the versions of Numba, llvmlite and Python, and the CPU. No line numbers, no file names, no dates.
 Computing a key does not import Numba.
 
 The folder is GGJIT_CACHE_DIR, else the user's cache directory; when neither can be written, a private folder in the
@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -31,8 +32,10 @@ from ggjit import cpu
 LIMIT = 1 << 30  # bytes of all files together
 _MAGIC = b"ggjit-object-1\n"
 _PACKAGE = Path(__file__).resolve().parent
-_COMPILER_FILES = ("cpu.py", "jit.py", "kernel_cache.py", "numba_entry.py", "object_code.py")
+_COMPILER_FILES = ("cpu.py", "numba_entry.py", "object_code.py")
 _LIB = "ggjit.ops.lib"
+_OPS_NAME = re.compile(r"ggjit\.ops(?:\.\w+)+")
+_FROM_OPS = re.compile(r"from (ggjit\.ops(?:\.\w+)*) import (\([^)]*\)|[^\n(]+)")
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------------
@@ -45,12 +48,41 @@ def file_hash(path: str) -> str:
 
 
 @functools.cache
-def _lib_hash() -> str:
-    """Hash of every module of ops/lib."""
-    spec = importlib.util.find_spec(_LIB)
-    assert spec is not None and spec.origin is not None
-    files = sorted(Path(spec.origin).parent.glob("*.py"))
-    return hashlib.sha256(repr([(f.name, file_hash(str(f))) for f in files]).encode()).hexdigest()
+def _ops_module(name: str) -> Path | None:
+    """Source file of a module of ggjit.ops; None if there is no such module."""
+    base = _PACKAGE / "ops" / Path(*name.split(".")[2:])
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+@functools.cache
+def _mentions(path: Path) -> frozenset[str]:
+    """Modules of ggjit.ops that a source file names: in imports, and as text (lazy_module("ggjit.ops.lib.vec"))."""
+    text, found = path.read_text(encoding="utf-8"), set()
+    for base, names in _FROM_OPS.findall(text):
+        found |= {f"{base}.{name.split()[0]}" for name in names.strip("()").split(",") if name.strip()}
+    modules = set()
+    for name in found | set(_OPS_NAME.findall(text)):
+        while name != "ggjit.ops" and _ops_module(name) is None:  # a function of a module
+            name = name.rpartition(".")[0]
+        modules.add(name)
+    return frozenset(modules - {"ggjit.ops"})
+
+
+@functools.cache
+def _lib_hash(name: str) -> str:
+    """Hash of a module of ops/lib and of all modules of ggjit.ops that it names, directly or not."""
+    seen, todo = set(), {name}
+    while todo:
+        module = todo.pop()
+        seen.add(module)
+        path = _ops_module(module)
+        if path is not None:
+            todo |= _mentions(path) - seen
+    files = [(module, file_hash(str(path))) for module in sorted(seen) if (path := _ops_module(module)) is not None]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 @functools.cache
@@ -71,7 +103,7 @@ def _is_foreign(name: str) -> bool:
 def _module_hash(name: str) -> str | None:
     """Hash of a module's source, for one of the project or of a user."""
     if name == _LIB or name.startswith(_LIB + "."):
-        return _lib_hash()
+        return _lib_hash(name)
     if _is_foreign(name):
         return None
     module = sys.modules.get(name)
@@ -181,8 +213,8 @@ class _Walk:
         names = _global_names(code)
         self.uses_counter = self.uses_counter or "fetch_add" in names
         in_lib = (function.__module__ or "").startswith(_LIB)
-        if in_lib:  # the whole of ops/lib is hashed; what is left is which of its functions, and what it captured
-            self.parts.append(f"{_lib_hash()} {function.__module__} {where}")
+        if in_lib:  # its module is hashed as a whole; what is left is which function, and what it captured
+            self.parts.append(f"{_lib_hash(function.__module__)} {function.__module__} {where}")
         else:
             self.parts.append(_code_text(code))
             self.parts.append(repr((function.__defaults__, function.__kwdefaults__)))

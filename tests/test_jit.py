@@ -346,7 +346,7 @@ def family_kernel(dst, dst_ne, dst_nb, op_params, work, ith, nth):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the sources with families of its own: a uses ops/lib, b does not, c uses a module beside it."""
+    """A copy of the sources with families of its own: a and d use ops/lib, b does not, c uses a module beside it."""
     for folder in ("ggjit", "ops"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.gguf"))
     use = "memory.store_i64(dst, 0, helper(1))"
@@ -355,13 +355,15 @@ def tree(tmp_path):
     (tmp_path / "ops/beside.py").write_text("from ggjit.jit import jitted\nLIMIT = 3\n\n@jitted\ndef scaled(x):\n    return 2 * x\n")
     other = "from ggjit.ops import beside"
     (tmp_path / "ops/fam_c.py").write_text(FAMILY.format(use_other=other, constant=3, body="dst[0] = beside.scaled(helper(1))"))
+    vec = 'vec = lazy_module("ggjit.ops.lib.vec")'
+    (tmp_path / "ops/fam_d.py").write_text(FAMILY.format(use_other=vec, constant=4, body="vec.store(dst, 0, vec.zero())"))
     return tmp_path
 
 
 KEYS = """
 import sys
-from ggjit.ops import fam_a, fam_b, fam_c
-print(*(m.family_kernel.key for m in (fam_a, fam_b, fam_c)), "numba" in sys.modules)
+from ggjit.ops import fam_a, fam_b, fam_c, fam_d
+print(*(m.family_kernel.key for m in (fam_a, fam_b, fam_c, fam_d)), "numba" in sys.modules)
 """
 
 
@@ -370,8 +372,8 @@ def test_an_edit_recompiles_what_it_touches_and_no_more(tree):
 
     def keys():
         out = subprocess.run([sys.executable, "-c", KEYS], cwd=tree, check=True, capture_output=True, text=True, timeout=120).stdout.split()
-        assert out[3] == "False", "keys need no Numba"
-        return out[:3]
+        assert out[4] == "False", "keys need no Numba"
+        return out[:4]
 
     def edit(name, old, new):
         path = tree / name
@@ -386,17 +388,19 @@ def test_an_edit_recompiles_what_it_touches_and_no_more(tree):
         return out
 
     last = keys()
-    assert changed() == [False, False, False]
+    assert changed() == [False, False, False, False]
     edit("ops/fam_a.py", "x + 1", "x + 5")
-    assert changed() == [True, False, False]
+    assert changed() == [True, False, False, False]
     edit("ops/fam_b.py", "from ggjit", "# a comment moves all lines\nfrom ggjit")
-    assert changed() == [False, False, False]
+    assert changed() == [False, False, False, False]
     edit("ops/lib/memory.py", '"""Typed', '"""Typed and')
-    assert changed() == [True, False, False]
+    assert changed() == [True, False, False, True]
+    edit("ops/lib/elementary.py", '"""exp', '"""the exp')  # vec.py imports it
+    assert changed() == [False, False, False, True]
     edit("ops/beside.py", "2 * x", "3 * x")
-    assert changed() == [False, False, True]
+    assert changed() == [False, False, True, False]
     edit("ggjit/numba_entry.py", '"""From', '"""All from')
-    assert changed() == [True, True, True]
+    assert changed() == [True, True, True, True]
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------------------
