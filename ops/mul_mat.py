@@ -16,12 +16,15 @@ ladder of the tiles is in `panel` and `float_panel`. Every variant gives the sam
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ggjit import types
 from ggjit.jit import lazy_module
 from ggjit.op import Op
-from ggjit.tensor import Tensor, new_node
+from ggjit.tensor import Dims, Tensor, new_node
+from ggjit.types import Type
 
 kernels = lazy_module("ggjit.ops.lib.panel_kernels")
 activations = lazy_module("ggjit.ops.lib.panel_activations")
@@ -112,22 +115,33 @@ def _(node):
     return takes(*node.src)
 
 
+def _derived(low, source: Tensor, kind: str, kernel, type: Type, ne: Dims) -> Tensor:
+    y, is_new = low.derived(source, kind, type, ne, type.type_size * math.prod(ne))
+    if is_new:
+        low.emit(kernel, y, src=(source,))
+    return y
+
+
 def lower_activations(low, a: Tensor, b: Tensor) -> Tensor:
     """The tensor that kernels for weights of a's type read for b; emits the step that fills it if it is new."""
     kind = kernels.weights(a.type.name).activations
     k, name = b.ne[0], b.type.name
     if kind == "act_q8":
-        kernel, type_, ne = activations.quantize_kernel(name), types.I8, (2 * k, *b.ne[1:])
-    elif kind == "act_bf16":
-        kernel, type_, ne = activations.convert_kernel(name, "BF16"), types.BF16, (k + k % 2, *b.ne[1:])
-    elif b.type is types.F32:
-        return b
-    else:
-        kernel, type_, ne = activations.convert_kernel(name, "F32"), types.F32, b.ne
-    y, is_new = low.derived(b, kind, type_, ne, type_.type_size * int(np.prod(ne)))
-    if is_new:
-        low.emit(kernel, y, src=(b,))
-    return y
+        ne = (activations.q8_row_nbytes(k), *b.ne[1:])
+        return _derived(low, b, kind, activations.quantize_kernel(name), types.I8, ne)
+    if kind == "act_bf16":
+        ne = (k + k % 2, *b.ne[1:])
+        return _derived(low, b, kind, activations.convert_kernel(name, "BF16"), types.BF16, ne)
+    return b if b.type is types.F32 else _derived(low, b, kind, activations.convert_kernel(name, "F32"), types.F32, b.ne)
+
+
+def lower_tiles(low, a: Tensor, y: Tensor) -> Tensor:
+    """The form of y for many columns: tiles of words for floats, y itself else."""
+    if a.type not in FLOATS:
+        return y
+    columns, words = kernels.many_columns(a.type.name), y.ne[0] * y.type.type_size // 4
+    ne = (words * columns, -(-y.ne[1] // columns), *y.ne[2:])
+    return _derived(low, y, f"act_tiles {columns}", activations.tile_kernel(columns), types.I32, ne)
 
 
 @MUL_MAT.lower
@@ -142,7 +156,7 @@ def _(low, node):
     along = 2 if n == 1 and b.ne[2] > a.ne[2] else 1
     n = b.ne[2] // a.ne[2] if along == 2 else n
     if n > kernels.FEW and along == 1:
-        kernel = kernels.many_kernel(a.type.name, packed)
+        y, kernel = lower_tiles(low, a, y), kernels.many_kernel(a.type.name, packed)
         work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads)
     else:
         kernel = kernels.few_kernel(a.type.name, kernels.tile_columns(n), packed, along)

@@ -74,7 +74,8 @@ class Product:
         if kind == "act_f32":
             return source, self.y_ne, nb_of(types.F32, self.y_ne)
         if kind == "act_q8":
-            made, t, ne = panel_activations.quantize_kernel("F32"), types.I8, [2 * k, *self.y_ne[1:]]
+            made, t = panel_activations.quantize_kernel("F32"), types.I8
+            ne = [panel_activations.q8_row_nbytes(k), *self.y_ne[1:]]
         else:
             made, t, ne = panel_activations.convert_kernel("F32", "BF16"), types.BF16, [k + k % 2, *self.y_ne[1:]]
         out = np.full(int(np.prod(ne)) * t.type_size, 77, np.uint8)
@@ -82,6 +83,21 @@ class Product:
             made(out, ne, nb_of(t, ne), source, self.y_ne, nb_of(types.F32, self.y_ne), NO_PARAMS, aligned(64), ith,
                  n_threads)  # fmt: skip
         return out, ne, nb_of(t, ne)
+
+    def tiles(self, n_threads=2):
+        """The same for the kernels of many columns."""
+        y, y_ne, y_nb = self.activations()
+        if self.type.name not in FLOATS:
+            return y, y_ne, y_nb
+        columns = panel_kernels.many_columns(self.type.name)
+        ne = [y_nb[1] // 4 * columns, -(-y_ne[1] // columns), *y_ne[2:]]
+        out = np.full(4 * int(np.prod(ne)) + 8, 77, np.uint8)
+        for ith in range(n_threads):
+            panel_activations.tile_kernel(columns)(
+                out, ne, nb_of(types.I32, ne), y, y_ne, y_nb, NO_PARAMS, aligned(64), ith, n_threads
+            )
+        assert (out[-8:] == 77).all()
+        return out, ne, nb_of(types.I32, ne)
 
     def run(self, columns=None, packed=True, n_threads=1, along=1):
         """The result by few_kernel(columns), by many_kernel if columns is None."""
@@ -98,7 +114,7 @@ class Product:
         source = self.panels() if packed else self.rows.reshape(-1)
         for ith in range(n_threads):  # one after the other: the first gets all chunks but the counter is passed on
             kernel(out, self.out_ne, nb_of(types.F32, self.out_ne), source, self.ne, nb_of(self.type, self.ne),
-                   *self.activations(), NO_PARAMS, work, ith, n_threads)  # fmt: skip
+                   *(self.tiles() if columns is None else self.activations()), NO_PARAMS, work, ith, n_threads)  # fmt: skip
         assert (out[nbytes:] == 7).all(), "wrote past the result"
         return out[:nbytes].view(np.float32).reshape(self.out_ne[::-1][1:])
 
@@ -169,7 +185,7 @@ def test_tiny_activations():
     product = Product("Q8_0", 64, 16, 1)
     product.y[:] *= np.float32(3e-43)
     assert np.abs(product.run(1) - product.want()).max() < 1e-40
-    records = product.activations()[0].reshape(-1, 64)
+    records = product.activations()[0].reshape(-1, 64)[:2]
     assert np.abs(records[:, 32:].view(np.int8).astype(int)).max() <= 127
 
 
@@ -183,13 +199,14 @@ def test_activations_already_int8(name):
     d = np.array([0.5, 0.25, 1, 2], np.float32 if name == "Q8_K" else np.float16)
     blocks[:, : d.itemsize] = d[:, None].view(np.uint8)
     codes = blocks[:, panel_activations.CODES_AT[name] :][:, :size].view(np.int8).reshape(-1, 32).astype(int)
-    out = np.zeros(8 * size, np.uint8)
+    nbytes_out = panel_activations.q8_row_nbytes(4 * size)
+    out = np.zeros(nbytes_out, np.uint8)
     ne = [4 * size, 1, 1, 1]
     panel_activations.quantize_kernel(name)(
-        out, [8 * size, 1, 1, 1], [1, out.size, 0, 0], blocks.reshape(-1), ne, [nbytes, blocks.size, 0, 0], NO_PARAMS,
+        out, [nbytes_out, 1, 1, 1], [1, nbytes_out, 0, 0], blocks.reshape(-1), ne, [nbytes, blocks.size, 0, 0], NO_PARAMS,
         aligned(64), 0, 1,
     )  # fmt: skip
-    records = out.reshape(-1, 64)
+    records = out.reshape(-1, 64)[: size // 8]
     sums = np.stack([codes[:, :16].sum(1), codes[:, 16:].sum(1), codes.sum(1)], 1)
     scales = d.astype(np.float32).repeat(size // 32)
     assert np.array_equal(records[:, 32:].view(np.int8), codes)
@@ -252,11 +269,11 @@ def loops(assembly):
      ("F32", None, r"vfmadd231ps\s.*%zmm", 48)],
 )  # fmt: skip
 def test_instructions(name, columns, instruction, count):
-    """The hot loop has the dot instruction with the activations as broadcast operand, and nothing goes to the stack."""
+    """The hot loop has the dot instruction with the activations as broadcast operand, and no vector goes to the stack."""
     made = panel_kernels.many_kernel(name, True) if columns is None else panel_kernels.few_kernel(name, columns, True)
     hot = [loop for loop in loops(made.asm()) if sum(bool(re.search(instruction, line)) for line in loop) == count]
     assert hot
-    assert not any("rsp" in line for line in hot[0])
+    assert not any(re.search(r"\(%rsp\).*zmm|zmm.*\(%rsp\)", line) for line in hot[0])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from llvmlite import ir
 from ggjit.ops.lib.emitted import emitted
 
 __all__ = [
-    "BF16", "F16", "F32", "I1", "I8", "I16", "I32", "I64", "ROWS", "Emit", "OrderedLoad", "emitted", "vector",
+    "BF16", "F16", "F32", "I1", "I8", "I16", "I32", "I64", "ROWS", "Emit", "OrderedLoad", "emitted", "transpose", "vector",
 ]  # fmt: skip
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
@@ -515,6 +515,21 @@ class Emit:
             x,
             y,
         )
+
+
+def transpose(e, rows):
+    """L vectors of L lanes, L a power of two: lane i of vector j becomes lane j of vector i."""
+    rows, n, width = list(rows), len(rows), 1
+    index = vector(I32, n)
+    while width < n:  # exchange one bit of the vector's and the lane's number
+        low = ir.Constant(index, [i if not i & width else n + i - width for i in range(n)])
+        high = ir.Constant(index, [i + width if not i & width else n + i for i in range(n)])
+        for i in range(n):
+            if not i & width:
+                x, y = rows[i], rows[i + width]
+                rows[i], rows[i + width] = e.b.shuffle_vector(x, y, low), e.b.shuffle_vector(x, y, high)
+        width *= 2
+    return rows
 
 
 def _flatten(values):

@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from ggjit.cpu import target
 from ggjit.jit import jitted, lazy_module
-from ggjit.ops.lib.emit import I16, I32, emitted, vector
+from ggjit.ops.lib.emit import I16, I32, emitted, transpose, vector
 from ggjit.ops.lib.panel import Outputs, column_addresses
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -52,7 +52,7 @@ def _weights(e, kind, w, offset):
 
 
 def _column(e, kind, y, offset):
-    """One column's values of a unit, each in 16 lanes."""
+    """One column's word of a unit: its values, each in 16 lanes."""
     if kind in ("F32", "F16"):
         return [e.splat_f32(y, offset)]
     pair = e.splat_i32(y, offset)
@@ -62,24 +62,31 @@ def _column(e, kind, y, offset):
 
 
 @functools.cache
-def float_tile(type_name, columns):
-    """Emitted tile of a float type's panels for exactly that many columns; its arguments are those of `panel_tile`."""
+def float_tile(type_name, columns, side_by_side=False):
+    """Emitted tile of a float type's panels; its arguments are those of `panel_tile`.
+
+    Args:
+        type_name: type of the panels.
+        columns: how many it is made for.
+        side_by_side: y is a tile of act_tiles, else rows y_stride apart.
+    """
     kind = "BF16 dot" if type_name == "BF16" and has_bf16_dot() else type_name
-    nbytes = NBYTES[type_name]
+    nbytes, step = NBYTES[type_name], 4 * columns if side_by_side else 4
 
     @emitted("w y y_stride out out_stride n n_rows n_cols add")
     def tile(e, w, y, y_stride, out, out_stride, n, n_rows, n_cols, add):
         """16 rows x columns: n units at w by activations at y; the old outputs are added if add is 1."""
-        ys = column_addresses(e, y, y_stride, columns, n_cols)
+        ys = [y] if side_by_side else column_addresses(e, y, y_stride, columns, n_cols)
 
         def units(count):
             def body(i, *acc):
-                acc, wi, offset = list(acc), e.add(w, e.mul(i, nbytes)), e.mul(i, 4)
+                acc, wi, offset = list(acc), e.add(w, e.mul(i, nbytes)), e.mul(i, step)
                 cols = [e.add(a, offset) for a in ys]
                 for u in range(count):
                     operands = _weights(e, kind, wi, u * nbytes)
                     for c in range(columns):
-                        for v, x in zip(operands, _column(e, kind, cols[c], 4 * u), strict=True):
+                        at = (cols[0], u * step + 4 * c) if side_by_side else (cols[c], u * step)
+                        for v, x in zip(operands, _column(e, kind, *at), strict=True):
                             acc[c] = e.dot2_bf16(acc[c], v, x) if kind == "BF16 dot" else e.fma(v, x, acc[c])
                 return acc
 
@@ -100,21 +107,6 @@ def widen_f16(e, w, u, n):
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
-
-
-def transpose(e, rows):
-    """L vectors of L lanes, L a power of two: lane i of vector j becomes lane j of vector i."""
-    rows, n, width = list(rows), len(rows), 1
-    index = vector(I32, n)
-    while width < n:  # exchange one bit of the vector's and the lane's number
-        low = ir.Constant(index, [i if not i & width else n + i - width for i in range(n)])
-        high = ir.Constant(index, [i + width if not i & width else n + i for i in range(n)])
-        for i in range(n):
-            if not i & width:
-                x, y = rows[i], rows[i + width]
-                rows[i], rows[i + width] = e.b.shuffle_vector(x, y, low), e.b.shuffle_vector(x, y, high)
-        width *= 2
-    return rows
 
 
 def _pack_words(halves):

@@ -11,15 +11,22 @@ act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
 | 24..27 | -128 * sum of all codes, i32 |
 | 32..63 | codes rint(x / d), int8 in -127..127 |
 
+Rows of records are an odd number of lines apart, so that several columns do not meet in the same cache sets.
+
 act_f32 and act_bf16: the values as f32, or rounded to bf16 with K padded to even by a zero.
+
+act_tiles: words of 32 bits (an f32, or a pair of bf16) of as many columns as a tile takes, side by side for each k: the
+tiles of floats for many columns read them at one address.
 
 The kernels split rows and K evenly between threads, so that one row is shared as well.
 """
 
 import functools
 
+from llvmlite import ir
+
 from ggjit.jit import kernel, lazy_module
-from ggjit.ops.lib.emit import I8, I32, emitted, vector
+from ggjit.ops.lib.emit import I8, I32, emitted, transpose, vector
 from ggjit.ops.lib.panel import ACT, CODES, D, NEG_SUM, NEG_SUMS, OFFSET_SHIFT, SUM, SUMS
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -104,11 +111,16 @@ def _copy_blocks(type_name):
     return copy_blocks
 
 
+def q8_row_nbytes(k):
+    """Bytes from row to row of act_q8 records."""
+    return ACT * (k // 32 | 1)
+
+
 @functools.cache
 def quantize_kernel(type_name):
     """Kernel: src0 of a float type, or already int8 in ggml's Q8_0, Q8_1 or Q8_K, to act_q8 records in dst.
 
-    src0 needs nb[0] equal to the type's size; dst is I8 {2 * ne0, ne1, ne2, ne3}, contiguous.
+    src0 needs nb[0] equal to the type's size; dst is I8 {`q8_row_nbytes(ne0)`, ne1, ne2, ne3}, contiguous.
     """
     if type_name in BLOCKS:
         convert, (unit, unit_nbytes) = _copy_blocks(type_name), BLOCKS[type_name]
@@ -127,7 +139,7 @@ def quantize_kernel(type_name):
             n = end - at if end - at < per_row - first else per_row - first
             i1, i2, i3 = row % src0_ne[1], row // src0_ne[1] % src0_ne[2], row // (src0_ne[1] * src0_ne[2])
             offs = i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3] + first * unit_nbytes
-            convert(source + offs, target + at * (unit * 2), n)
+            convert(source + offs, target + row * dst_nb[1] + first * (unit * 2), n)
             at += n
 
     return act_q8
@@ -158,3 +170,54 @@ def convert_kernel(type_name, to):
                 store(dst, target + end * to_size, 0.0)
 
     return act_float
+
+
+def _tile_words(columns):
+    @emitted("src stride n_cols dst n")
+    def tile_words(e, src, stride, n_cols, dst, n):
+        """n words (a multiple of 16) of `columns` rows at src to one tile; rows that are not there repeat the last."""
+        b, last = e.b, e.sub(n_cols, 1)
+        there = [b.icmp_signed("<", e.i64(c), n_cols) for c in range(columns)]
+        rows = [e.add(src, e.mul(stride, b.select(there[c], e.i64(c), last))) for c in range(columns)]
+
+        def body(i):
+            at = e.mul(i, 4)
+            words = [e.load(e.add(r, at), 0, vector(I32, e.lanes)) for r in rows]
+            words += [words[-1]] * (e.lanes - columns)
+            first = ir.Constant(vector(I32, columns), list(range(columns)))
+            for j, v in enumerate(transpose(e, words)):
+                e.store_value(dst, e.mul(e.add(i, j), 4 * columns), b.shuffle_vector(v, v, first))
+            return []
+
+        e.loop(n, [], body, step=e.lanes)
+
+    return tile_words
+
+
+@functools.cache
+def tile_kernel(columns):
+    """Kernel: rows of 32-bit words in src0 (F32, or BF16 pairs) to act_tiles in dst.
+
+    src0 needs nb[0] equal to the type's size. dst is I32 {words * columns, tiles, ne2, ne3}. The tile is not wider than
+    a vector of the CPU level.
+    """
+    tile_words = _tile_words(columns)
+
+    @kernel
+    def act_tiles(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+        n_words = dst_ne[0] // columns
+        whole = n_words // 16 * 16
+        total = dst_ne[1] * dst_ne[2] * dst_ne[3]
+        for at in range(total * ith // nth, total * (ith + 1) // nth):
+            tile, i2, i3 = at % dst_ne[1], at // dst_ne[1] % dst_ne[2], at // (dst_ne[1] * dst_ne[2])
+            c = tile * columns
+            offs = c * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3]
+            n_cols, to = src0_ne[1] - c, at * dst_nb[1]
+            tile_words(memory.address(src0) + offs, src0_nb[1], n_cols, memory.address(dst) + to, whole)
+            for i in range(whole, n_words):
+                for j in range(columns):
+                    row = j if j < n_cols else n_cols - 1
+                    word = memory.load_u32(src0, offs + row * src0_nb[1] + 4 * i)
+                    memory.store_u32(dst, to + 4 * (i * columns + j), word)
+
+    return act_tiles

@@ -9,14 +9,15 @@ Weights are panels already (`packed`), or rows with any strides, which a thread 
 the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
 
 Sources: src0 weights {ne00, ne01, ne02, ne03}; src1 activations in the form of `weights(...).activations`, rows i1 of
-matrices i2, i3. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples of ne02 and ne03.
+matrices i2, i3; for many columns of floats act_tiles of them. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples of
+ne02 and ne03.
 """
 
 import functools
 from typing import Any, NamedTuple
 
 from ggjit import types
-from ggjit.jit import jitted, kernel, lazy_module
+from ggjit.jit import cpu_level, jitted, kernel, lazy_module
 from ggjit.ops.lib import float_panel, panel
 from ggjit.ops.lib.emit import ROWS
 
@@ -183,6 +184,7 @@ class Prepared(NamedTuple):
         packed_nbytes: bytes of a unit of a panel that is packed on the way; 0: none.
         tile: emitted tile.
         columns: of the tile.
+        y_nbytes: bytes of a unit's activations from k to k.
         convert: emitted (w, u, n) from panel units to scratch; None if packing gives what the tile reads.
         n_scale: tile units in a panel unit.
     """
@@ -191,32 +193,32 @@ class Prepared(NamedTuple):
     packed_nbytes: int
     tile: Any
     columns: int
+    y_nbytes: int
     convert: Any
     n_scale: int
 
 
-def many_columns(type_name, level):
-    """Columns of the tile for many columns at a CPU level."""
+def many_columns(type_name):
+    """Columns of the tile for many columns: as many as the registers of the CPU level hold."""
     if type_name in float_panel.UNITS:
-        return {"avx512": 12, "avx2": 6}.get(level, 3)
-    return {"avx512": 8, "avx2": 4}.get(level, 2)
+        return {"avx512": 12, "avx2": 6}.get(cpu_level(), 3)
+    return {"avx512": 8, "avx2": 4}.get(cpu_level(), 2)
 
 
 @functools.cache
 def prepared(type_name, packed):
     """The `Prepared` of a type."""
-    from ggjit.jit import cpu_level
-
-    columns, w = many_columns(type_name, cpu_level()), weights(type_name)
+    columns, w = many_columns(type_name), weights(type_name)
     if type_name not in float_panel.UNITS:
         form = panel.unpacked_form(type_name)
         tile = panel.unpacked_tile(form.parts, form.minimum, columns)
         runs = w.unit // panel.RUN
-        return Prepared(runs * form.nbytes, 0 if packed else w.nbytes, tile, columns, panel.unpack(type_name), runs)
+        convert, packed_nbytes = panel.unpack(type_name), 0 if packed else w.nbytes
+        return Prepared(runs * form.nbytes, packed_nbytes, tile, columns, w.y_nbytes, convert, runs)
+    tile = float_panel.float_tile("F32" if type_name == "F16" else type_name, columns, side_by_side=True)
     if type_name == "F16":
-        tile = float_panel.float_tile("F32", columns)
-        return Prepared(64, 0 if packed else w.nbytes, tile, columns, float_panel.widen_f16, 1)
-    return Prepared(0 if packed else w.nbytes, 0, float_panel.float_tile(type_name, columns), columns, None, 1)
+        return Prepared(64, 0 if packed else w.nbytes, tile, columns, 4 * columns, float_panel.widen_f16, 1)
+    return Prepared(0 if packed else w.nbytes, 0, tile, columns, 4 * columns, None, 1)
 
 
 def slice_units(type_name):
@@ -255,8 +257,9 @@ def many_work_size(type, ne00, packed, nth):
 @functools.cache
 def many_kernel(type_name, packed):
     """Kernel for more than 16 columns."""
-    unit, nbytes, row_nbytes, y_nbytes, _, pack = weights(type_name)
-    u_nbytes, packed_nbytes, tile, columns, convert, n_scale = prepared(type_name, packed)
+    unit, nbytes, row_nbytes, _, _, pack = weights(type_name)
+    u_nbytes, packed_nbytes, tile, columns, y_nbytes, convert, n_scale = prepared(type_name, packed)
+    per_row = columns if type_name in float_panel.UNITS else 1
     in_place, converts = u_nbytes == 0, convert is not None
     kb = slice_units(type_name)
 
@@ -277,7 +280,7 @@ def many_kernel(type_name, packed):
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
     ):
         n_units = (src0_ne[0] + unit - 1) // unit
-        n_panels, n_cols = (src0_ne[1] + 15) // 16, src1_ne[1]
+        n_panels, n_cols = (src0_ne[1] + 15) // 16, dst_ne[1]
         r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
         slice_n = kb if kb < n_units else n_units
         slot = slice_n * u_nbytes
@@ -319,7 +322,7 @@ def many_kernel(type_name, packed):
                                 if in_place:
                                     w = memory.address(src0) + ((matrix * n_panels + p) * n_units + k0) * nbytes
                                 tile(
-                                    w, y + c * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p, dst_nb[1],
+                                    w, y + c // per_row * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p, dst_nb[1],
                                     m * n_scale, src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
                                 )  # fmt: skip
             number, start, end = next_chunk(work, number, start, end, 1, total, nth)
