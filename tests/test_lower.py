@@ -1,0 +1,146 @@
+"""Lowering: steps, barriers, scratch with lifetimes, shared derived tensors, errors that name the node."""
+
+import numpy as np
+import pytest
+
+import ggjit as gg
+from ggjit import ops
+from ggjit.jit import jitted, kernel, lazy_module
+from ggjit.lower import BARRIER, Lowering, lower
+from ggjit.op import Op
+from ggjit.tensor import new_node
+
+memory = lazy_module("ggjit.ops.lib.memory")
+
+
+@jitted
+def at(i):
+    return 4 * i
+
+
+@kernel
+def fill_plus(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+    """dst = src0 + op_params[0], element by element."""
+    for i in range(ith, dst_ne[0], nth):
+        memory.store_f32(dst, at(i), memory.load_f32(src0, at(i)) + op_params[0])
+
+
+@pytest.fixture
+def op():
+    """An op whose lowering goes over a derived tensor that all users of one source share."""
+    made = Op("lower_test", params=(("a", "i32"),))
+
+    @made.lower
+    def _(low, node):
+        (x,) = node.src
+        y, is_new = low.derived(x, "plus 100", x.type, x.ne, x.nbytes)
+        if is_new:
+            low.emit(fill_plus, y, src=(x,), params=(100,))
+        low.emit(fill_plus, node, src=(y,), params=(node.params.a,))
+
+    yield made
+    from ggjit import op as registry
+
+    del registry.REGISTRY[made.name], registry._BY_ID[made.id]
+
+
+def test_derived_tensors_are_shared_and_params_reach_the_kernel(op):
+    with gg.Context(1 << 18):
+        x = gg.from_numpy(np.arange(5, dtype=np.float32))
+        a, b = (new_node(op, x.type, x.ne, (x,), (n,)) for n in (1, 2))
+        graph = gg.build([a, b])
+        executable = lower(graph, 2)
+        executable.run()
+    assert len(executable.steps) == 3
+    assert a.numpy().ravel().tolist() == [101, 102, 103, 104, 105]
+    assert b.numpy().ravel().tolist() == [102, 103, 104, 105, 106]
+
+
+def test_what_was_derived_from_overwritten_bytes_is_made_again(op):
+    with gg.Context(1 << 18):
+        x = gg.from_numpy(np.arange(4, dtype=np.float32))
+        first = new_node(op, x.type, x.ne, (x,), (0,))
+        graph = gg.Graph().build_forward_expand(first)
+        graph.build_forward_expand(ops.scale(x, 10.0, inplace=True))
+        second = new_node(op, x.type, x.ne, (x,), (0,))
+        graph.build_forward_expand(second)
+        lower(graph, 2).run()
+    assert first.numpy().ravel().tolist() == [100, 101, 102, 103]
+    assert second.numpy().ravel().tolist() == [100, 110, 120, 130]
+
+
+def test_scratch_is_reused_when_lifetimes_end():
+    low = Lowering(1)
+    with gg.Context(1 << 18):
+        x = gg.new_tensor(gg.F32, 1024)
+    one = low.scratch(gg.F32, (1024, 1, 1, 1), 4096)
+    low.emit(fill_plus, one, src=(x,))
+    two = low.scratch(gg.F32, (1024, 1, 1, 1), 4096)
+    low.emit(fill_plus, two, src=(one,))
+    three = low.scratch(gg.F32, (1024, 1, 1, 1), 4096)
+    low.emit(fill_plus, three, src=(two,))
+    assert low.place() == 8192
+    low.set_data(1 << 20)
+    assert one.data == three.data != two.data
+
+
+def test_barriers_stand_only_where_steps_depend():
+    with gg.Context(1 << 18):
+        x, y = gg.from_numpy(np.ones(64, np.float32)), gg.from_numpy(np.ones(64, np.float32))
+        a, b = ops.scale(x, 2.0), ops.scale(y, 3.0)  # independent
+        c = ops.scale(a, 4.0)  # reads a
+        rows = lower(gg.build([a, b, c]), 2).rows
+    assert [bool(f & BARRIER) for f in rows[:, 3]] == [False, True, True]
+
+
+def test_a_write_after_a_read_waits():
+    with gg.Context(1 << 18):
+        x = gg.from_numpy(np.ones(64, np.float32))
+        a = ops.scale(x, 2.0)
+        b = ops.scale(x, 3.0, inplace=True)
+        rows = lower(gg.build([a, b]), 2).rows
+    assert rows[0, 3] & BARRIER
+
+
+def test_an_index_out_of_range_names_node_source_position_and_value():
+    with gg.Context(1 << 18):
+        table = gg.from_numpy(np.zeros((8, 4), np.float32), name="table")
+        ids = gg.from_numpy(np.array([0, 7, 8, 1], np.int32), name="ids")
+        rows = ops.get_rows(table, ids).set_name("picked")
+        graph = gg.build(rows)
+    for n_threads in (1, 3):
+        with pytest.raises(IndexError, match=r"get_rows: node 'picked'.*'ids'.*got 8 at position 2"):
+            graph.compute(n_threads)
+    ids.set([0, 7, 2, 1])
+    assert graph.compute(2).nodes[-1].numpy().shape == (1, 1, 4, 4)
+
+
+def test_callback_sees_every_node_in_order_and_may_stop():
+    with gg.Context(1 << 18):
+        x = gg.from_numpy(np.ones(4, np.float32))
+        a = ops.scale(x, 2.0).set_name("a")
+        v = ops.reshape_2d(a, 2, 2).set_name("v")
+        b = ops.scale(v, 3.0).set_name("b")
+        executable = lower(gg.build(b), 2)
+    seen = []
+    executable.run(lambda t: seen.append((t.name, float(t.numpy().ravel()[0]))) or True)
+    assert seen == [("a", 2.0), ("v", 2.0), ("b", 6.0)]
+    seen.clear()
+    executable.run(lambda t: seen.append(t.name) or t.name != "v")
+    assert seen == ["a", "v"]
+
+
+def test_a_tensor_without_data_is_named():
+    with gg.Context(1 << 18, no_alloc=True):
+        a = ops.scale(gg.new_tensor(gg.F32, 4, name="lost"), 2.0)
+        with pytest.raises(ValueError, match=r"lower: tensors must have data.*'lost'"):
+            lower(gg.build(a), 1)
+
+
+def test_step_times_are_positive():
+    with gg.Context(1 << 20):
+        x = gg.from_numpy(np.ones(50000, np.float32))
+        executable = lower(gg.build(ops.scale(ops.scale(x, 2.0), 2.0)), 2)
+    times = executable.time()
+    assert times.shape == (2,)
+    assert (times > 0).all()
