@@ -316,9 +316,10 @@ def make_binary_strided(op: Op, d: Type, s0: Type, s1: Type):
 @functools.cache
 def make_add_quantized(d: Type, s0: Type):
     """Kernel that adds f32 rows to rows of blocks of type s0; the sums are encoded if d is quantized."""
+    assert s0.quant is not None
     dequantize_row, add_row = s0.quant.dequantize_row, binary_row(ADD, types.F32, types.F32, types.F32)
-    quantize_row = d.quant.quantize_row if d.is_quantized else None
-    is_encoded = d.is_quantized
+    quantize_row = d.quant.quantize_row if d.quant is not None else None
+    is_encoded = d.quant is not None
 
     @kernel
     def add_quantized(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):

@@ -136,7 +136,7 @@ def _view(where: str, a: Tensor, ne: Dims, nb: Dims, offset: int) -> Tensor:
     if offset < 0 or min(nb) < 0:
         raise ValueError(f"{where}: offset and strides must not be negative, got {offset} and {list(nb)} ('{a.name}')")
     result = new_node(VIEW, a.type, ne, (a,), (offset,), nb, a, offset)
-    root = result.view_src
+    root = a.view_src or a
     if result.view_offs + result.nbytes > root.nbytes and result.nbytes:
         raise ValueError(
             f"{where}: all elements must lie inside the source, got offset {result.view_offs} + {result.nbytes} bytes "
