@@ -173,7 +173,7 @@ def test_spm_tokens_that_reach_over_a_blank(make):
     r = random.Random(1)
     for _ in range(200):
         text = "".join(r.choice("xya  ") for _ in range(r.randint(1, 30)))
-        whole = t._merger._merge(text.replace(" ", "▁").encode())
+        whole = t._merger.merge(text.replace(" ", "▁").encode())
         assert t.tokenize(text, False) == whole, text
 
 
@@ -361,4 +361,4 @@ def test_files_are_read_lazily(tmp_path):
     path.write_bytes(gguf(packed))
     t = Tokenizer.from_gguf(GgufFile(path))
     assert t.vocab.id(b"piece777") == 259 + 777 and t.vocab.id(b"piece") == -1
-    assert set(t.vocab._ids) == {5, 6, 8}  # byte tokens at most, and what was asked for
+    assert set(t.vocab._tables) == {5, 6, 8}  # byte tokens at most, and what was asked for

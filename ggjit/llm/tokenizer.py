@@ -1,6 +1,6 @@
 """Text to tokens and back, from the metadata of a GGUF file, with the results of llama.cpp.
 
-    text -> cut at special tokens -> between them: merge (spm.py, bpe.py) -> ids
+    text -> cut at special tokens -> between them: merge (merging.py, spm.py, bpe.py) -> ids
     ids  -> pieces, byte by byte  -> text
 
 Kinds of vocabulary are registered in `KINDS` by `tokenizer.ggml.model`.
@@ -108,7 +108,7 @@ class Tokenizer:
             return
         attr = self.vocab.attr
         attr[(attr & (CONTROL | USER_DEFINED | UNKNOWN)) != 0] |= RSTRIP
-        found = self.vocab.find((b"</s>", *_PHI3_KEEPS))
+        found = self.vocab.find_all((b"</s>", *_PHI3_KEEPS))
         if b"</s>" in found:
             attr[found[b"</s>"]] |= RSTRIP
         for text in _PHI3_KEEPS:

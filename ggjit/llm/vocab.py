@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 
 from ggjit.gguf import GgufFile, Metadata, StringArray, ValueType
 
-__all__ = ["BYTE", "CONTROL", "LSTRIP", "NORMAL", "RSTRIP", "UNKNOWN", "UNUSED", "USER_DEFINED", "Roles", "Vocab"]
+__all__ = [
+    "BYTE",
+    "CONTROL",
+    "LSTRIP",
+    "NORMAL",
+    "RSTRIP",
+    "UNKNOWN",
+    "UNUSED",
+    "USER_DEFINED",
+    "Roles",
+    "TextIndex",
+    "Vocab",
+]
 
 # Bits of a token's kind, as llama.cpp numbers them.
 UNKNOWN, UNUSED, NORMAL, CONTROL, USER_DEFINED, BYTE, LSTRIP, RSTRIP = 1, 2, 4, 8, 16, 32, 128, 256
@@ -62,24 +74,81 @@ def get_array(kv: Metadata, key: str, n: int, *kinds: ValueType) -> Any:
     return kv[key][:n]
 
 
-class Vocab:
+class TextIndex:
+    """Finds the strings of an array by their bytes, through a table a length, made when it is first asked for.
+
+    Attributes:
+        texts: the array.
+        offsets: int64 [n], where each text begins in the file.
+        lengths: int64 [n], bytes of each text.
+    """
+
+    def __init__(self, texts: StringArray) -> None:
+        self.texts = texts
+        self.offsets, self.lengths = texts.offsets, texts.lengths
+        # Places by length; texts of _LONG bytes and more are together.
+        short = np.minimum(self.lengths, _LONG).astype(np.uint16)
+        self._order = np.argsort(short, kind="stable")
+        self._first = np.concatenate(([0], np.cumsum(np.bincount(short, minlength=_LONG + 1))))
+        self._tables: dict[int, dict[bytes, int]] = {}
+
+    def text(self, i: int) -> bytes:
+        """The bytes of a text, as the file has it."""
+        first = int(self.offsets[i])
+        return bytes(self.texts.data.data[first : first + int(self.lengths[i])])
+
+    def _as_long(self, nbytes: int) -> NDArray[np.int64]:
+        bucket = min(nbytes, _LONG)
+        places = self._order[self._first[bucket] : self._first[bucket + 1]]
+        return places if bucket < _LONG else places[self.lengths[places] == nbytes]
+
+    def _table(self, places: NDArray[np.int64], nbytes: int) -> dict[bytes, int]:
+        """Text to place of texts that are all `nbytes` long; the first one of equals."""
+        data = self.texts.data
+        # Every byte of the file as the first of an item of that size: picking the texts is one indexing.
+        items = np.ndarray((len(data) - nbytes + 1,), f"V{nbytes}", data.data, strides=(1,))
+        places = places[::-1]
+        return dict(zip(items[self.offsets[places]].tolist(), places.tolist()))
+
+    def find(self, text: bytes) -> int:
+        """The place of a text, -1 if it is not there."""
+        nbytes = len(text)
+        table = self._tables.get(nbytes)
+        if table is None:
+            table = self._table(self._as_long(nbytes), nbytes) if nbytes else {}
+            self._tables[nbytes] = table
+        return table.get(text, -1)
+
+    def find_all(self, texts: Iterable[bytes]) -> dict[bytes, int]:
+        """The places of those of these texts that are there, without making a table of all that are as long."""
+        by_length: dict[int, list[bytes]] = {}
+        for text in texts:
+            by_length.setdefault(len(text), []).append(text)
+        found = {}
+        for nbytes, group in by_length.items():
+            places = self._as_long(nbytes)
+            firsts = np.zeros(256, np.bool_)
+            firsts[[text[0] for text in group]] = True
+            table = self._table(places[firsts[self.texts.data[self.offsets[places]]]], nbytes)
+            found.update({text: table[text] for text in group if text in table})
+        return found
+
+
+class Vocab(TextIndex):
     """Texts, scores and kinds of the tokens of a model.
 
     Attributes:
         n: number of tokens.
-        texts: their texts (`StringArray`).
         scores: f32 [n], zeros if the file has none.
         attr: uint16 [n], bits of the kind.
-        offsets: int64 [n], where each text begins in the file.
-        lengths: int64 [n], bytes of each text.
     """
 
     def __init__(self, file: GgufFile) -> None:
         kv = file.kv
         key = "tokenizer.ggml.tokens"
-        if kv.element_type(key) is not ValueType.STRING if key in kv else True:
+        if get_array(kv, key, 0, ValueType.STRING) is None:
             raise kv.fail(key, "must be in the file, an ARRAY of STRING")
-        self.texts: StringArray = kv[key]
+        super().__init__(kv[key])
         self.n = len(self.texts)
         scores = get_array(kv, "tokenizer.ggml.scores", self.n, ValueType.FLOAT32, ValueType.INT32)
         self.scores: NDArray[np.float32] = np.asarray(np.zeros(self.n) if scores is None else scores, np.float32)
@@ -88,53 +157,14 @@ class Vocab:
             self.attr = np.full(self.n, NORMAL, np.uint16)
         else:
             self.attr = _KINDS[np.where((kinds > 0) & (kinds < 7), kinds, 0)]
-        self.offsets, self.lengths = self.texts.offsets, self.texts.lengths
-        # Ids by length; texts of _LONG bytes and more are together.
-        short = np.minimum(self.lengths, _LONG).astype(np.uint16)
-        self._order = np.argsort(short, kind="stable")
-        self._first = np.concatenate(([0], np.cumsum(np.bincount(short, minlength=_LONG + 1))))
-        self._ids: dict[int, dict[bytes, int]] = {}
 
-    def text(self, id: int) -> bytes:
-        """The bytes of a token's text, as the file has it; an empty one gets a name."""
-        first = int(self.offsets[id])
-        return bytes(self.texts.data.data[first : first + int(self.lengths[id])]) or b"[EMPTY_%d]" % id
-
-    def _as_long(self, nbytes: int) -> NDArray[np.int64]:
-        """Ids of the tokens whose text is that long."""
-        bucket = min(nbytes, _LONG)
-        ids = self._order[self._first[bucket] : self._first[bucket + 1]]
-        return ids if bucket < _LONG else ids[self.lengths[ids] == nbytes]
-
-    def _table(self, ids: NDArray[np.int64], nbytes: int) -> dict[bytes, int]:
-        """Text to id of tokens that are all `nbytes` long."""
-        data = self.texts.data
-        # Every place of the file as an item of that many bytes: picking the texts is one indexing.
-        places = np.ndarray((len(data) - nbytes + 1,), f"V{nbytes}", data.data, strides=(1,))
-        return dict(zip(places[self.offsets[ids]].tolist(), ids.tolist()))
+    def text(self, i: int) -> bytes:
+        """The bytes of a token's text; an empty one gets a name."""
+        return super().text(i) or b"[EMPTY_%d]" % i
 
     def id(self, text: bytes) -> int:
         """The token with a text, -1 if there is none."""
-        nbytes = len(text)
-        table = self._ids.get(nbytes)
-        if table is None:
-            table = self._table(self._as_long(nbytes), nbytes) if nbytes else {}
-            self._ids[nbytes] = table
-        return table.get(text, -1)
-
-    def find(self, texts: Iterable[bytes]) -> dict[bytes, int]:
-        """The tokens with these texts, without building a table of all that are as long."""
-        by_length: dict[int, list[bytes]] = {}
-        for text in texts:
-            by_length.setdefault(len(text), []).append(text)
-        found = {}
-        for nbytes, group in by_length.items():
-            ids = self._as_long(nbytes)
-            firsts = np.zeros(256, np.bool_)
-            firsts[[text[0] for text in group]] = True
-            table = self._table(ids[firsts[self.texts.data[self.offsets[ids]]]], nbytes)
-            found.update({text: table[text] for text in group if text in table})
-        return found
+        return self.find(text)
 
 
 # Tokens that end a turn are found by their text if the file does not name them. llama.cpp takes the one that its hash
@@ -186,7 +216,7 @@ class Roles:
             self.ids[role] = id if 0 <= id < vocab.n else self.ids.get(role, -1)
         self._vocab = vocab
         texts = {text for group in (*_ROLE_TEXTS.values(), _EOG_TEXTS, _SHOWN_TEXTS) for text in _words(group)}
-        self._found = vocab.find(texts)
+        self._found = vocab.find_all(texts)
         self._by_text()
         self.eog = frozenset(self._end_of_generation())
 
