@@ -2,16 +2,16 @@
 
     dst[m, n, i2, i3] = sum_k a[k, m, i2 / r2, i3 / r3] * b[k, n, i2, i3]      r2 = b.ne2 / a.ne2, r3 = b.ne3 / a.ne3
 
-Row m of a (a weight matrix as GGUF stores it) meets row n of b (a token's activations). Weights are read as panels of 16
-rows, packed when they are loaded (buffer type "panel") or on the way. Activations are brought into the form that the
+Row m of a (a weight matrix as GGUF stores it) meets row n of b (a token's activations). Weights are read as panels of
+16 rows, packed when they are loaded (buffer type "panel") or on the way. Activations are brought into the form that the
 weights' type wants by a step of its own, shared by all products of the same b:
 
     block types    int8 per 32 (act_q8)
     F32, F16       f32, as it is
     BF16           rounded to bf16
 
-Up to 16 columns tiles read the panel itself; for more it is prepared once per group of panels (see `panel_kernels`). The
-ladder of the tiles is in `panel` and `float_panel`. Every variant gives the same bits.
+Up to 16 columns tiles read the panel itself; for more it is prepared once per group of panels (see `panel_kernels`).
+The ladder of the tiles is in `panel` and `float_panel`. Every variant gives the same bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def check_mul_mat(op: Op, a: Tensor, b: Tensor) -> None:
         )
     if a.ne[0] != b.ne[0]:
         raise ValueError(
-            f"{op.name}: src0.ne[0] must equal src1.ne[0], got {list(a.ne[: a.n_dims])} and {list(b.ne[: b.n_dims])} {names}"
+            f"{op.name}: src0.ne[0] must equal src1.ne[0], got {list(a.ne[: a.n_dims])} and {list(b.ne[: b.n_dims])} "
+            f"{names}"
         )
     for i, t in enumerate((a, b)):
         if t.nb[0] != t.type.type_size:
@@ -92,7 +93,7 @@ def _(node, a, b):
     return b @ a.repeat(repeats[0], 0).repeat(repeats[1], 1).swapaxes(2, 3)
 
 
-# ---- lowering ------------------------------------------------------------------------------------------------------------
+# ---- lowering ------------------------------------------------------------------------------------------------------
 
 
 def is_packed(a: Tensor) -> bool:
@@ -132,7 +133,9 @@ def lower_activations(low, a: Tensor, b: Tensor) -> Tensor:
     if kind == "act_bf16":
         ne = (k + k % 2, *b.ne[1:])
         return _derived(low, b, kind, activations.convert_kernel(name, "BF16"), types.BF16, ne)
-    return b if b.type is types.F32 else _derived(low, b, kind, activations.convert_kernel(name, "F32"), types.F32, b.ne)
+    if b.type is types.F32:
+        return b
+    return _derived(low, b, kind, activations.convert_kernel(name, "F32"), types.F32, b.ne)
 
 
 def lower_tiles(low, a: Tensor, y: Tensor) -> Tensor:
@@ -169,7 +172,7 @@ def _(node):
     return 2 * node.src[0].ne[0] * node.nelements
 
 
-# ---- cases -------------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------------------------
 
 
 @MUL_MAT.case("f32")

@@ -1,4 +1,5 @@
-"""Quantized types: NumPy conversions byte for byte as ggml's, compiled ones as NumPy's, and what panels say of themselves."""
+"""Quantized types: NumPy conversions byte for byte as ggml's, compiled ones as NumPy's, and what panels say of
+themselves."""
 
 import functools
 

@@ -28,7 +28,8 @@ from llvmlite import ir
 from ggjit.ops.lib.emitted import emitted
 
 __all__ = [
-    "BF16", "F16", "F32", "I1", "I8", "I16", "I32", "I64", "ROWS", "Emit", "OrderedLoad", "emitted", "transpose", "vector",
+    "BF16", "F16", "F32", "I1", "I8", "I16", "I32", "I64", "ROWS", "Emit", "OrderedLoad", "emitted", "transpose",
+    "vector",
 ]  # fmt: skip
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))

@@ -36,7 +36,7 @@ def has_bf16_dot():
     return "+avx512bf16" in target()[1].split(",")
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------------------
+# ---- tiles ---------------------------------------------------------------------------------------------------------
 
 
 def _weights(e, kind, w, offset):
@@ -106,7 +106,7 @@ def widen_f16(e, w, u, n):
     e.loop(n, [], lambda i: e.store(e.add(u, e.mul(i, 64)), e.load_f16(e.add(w, e.mul(i, 32)))))
 
 
-# ---- packing ---------------------------------------------------------------------------------------------------------
+# ---- packing -------------------------------------------------------------------------------------------------------
 
 
 def _pack_words(halves):
@@ -150,9 +150,7 @@ def pack_float_panel(type_name):
         done = 0
         if n_rows == 16:
             done = k // (16 * per_word) * (16 * per_word)
-            pack_words(
-                memory.address(src) + src_offs, src_row_stride, memory.address(dst) + dst_offs, done // per_word
-            )
+            pack_words(memory.address(src) + src_offs, src_row_stride, memory.address(dst) + dst_offs, done // per_word)
         for i in range(done // unit * nbytes, (k + unit - 1) // unit * nbytes, 4):
             memory.store_u32(dst, dst_offs + i, 0)
         for r in range(n_rows):

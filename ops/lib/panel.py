@@ -82,7 +82,7 @@ def _plane_sum(e, plane, y, at, n):
     return total
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------------------
+# ---- tiles ---------------------------------------------------------------------------------------------------------
 
 
 def accumulate(e, runs, cols, acc, limit, before_run=None):
@@ -142,9 +142,7 @@ class Outputs:
     def __init__(self, e, out, stride, columns, n_rows, n_cols):
         b = e.b
         self.e, self.n_rows = e, n_rows
-        self.whole = b.and_(
-            b.icmp_signed(">=", n_rows, e.i64(ROWS)), b.icmp_signed(">=", n_cols, e.i64(columns))
-        )
+        self.whole = b.and_(b.icmp_signed(">=", n_rows, e.i64(ROWS)), b.icmp_signed(">=", n_cols, e.i64(columns)))
         self.at = [e.add(out, e.mul(stride, c)) if c else out for c in range(columns)]
         self.rows = [b.select(b.icmp_signed("<", e.i64(c), n_cols), n_rows, e.i64(0)) for c in range(columns)]
 
@@ -221,7 +219,7 @@ def panel_tile(type_name, columns):
     return _tile(p.runs, p.blck_size, p.nbytes, p.limit, p.steps, columns, ahead)
 
 
-# ---- unpacked panels: one form for all types ------------------------------------------------------------------------
+# ---- unpacked panels: one form for all types -----------------------------------------------------------------------
 
 
 class Unpacked(NamedTuple):
@@ -316,7 +314,8 @@ def check_panel(type_name):
         raise ValueError(f"check_panel: runs of {type_name} must be as its panel says, got {given}, {len(found)} runs")
 
 
-# ---- packing -----------------------------------------------------------------------------------------------------------
+# ---- packing
+# -----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from llvmlite import ir
 
 from ggjit.jit import kernel, lazy_module
 from ggjit.ops.lib.emit import I8, I32, emitted, transpose, vector
-from ggjit.ops.lib.panel import ACT, CODES, D, NEG_SUM, NEG_SUMS, OFFSET_SHIFT, SUM, SUMS
+from ggjit.ops.lib.panel import ACT, CODES, NEG_SUM, NEG_SUMS, OFFSET_SHIFT, SUM, SUMS, D
 
 memory = lazy_module("ggjit.ops.lib.memory")
 

@@ -5,12 +5,12 @@
                    widened), then every column against it
     pack_kernel    rows to panels, for weights that are packed when they are loaded
 
-Weights are panels already (`packed`), or rows with any strides, which a thread packs 16 at a time into its scratch, so that
-the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
+Weights are panels already (`packed`), or rows with any strides, which a thread packs 16 at a time into its scratch, so
+that the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
 
 Sources: src0 weights {ne00, ne01, ne02, ne03}; src1 activations in the form of `weights(...).activations`, rows i1 of
-matrices i2, i3; for many columns of floats act_tiles of them. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples of
-ne02 and ne03.
+matrices i2, i3; for many columns of floats act_tiles of them. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples
+of ne02 and ne03.
 """
 
 import functools
@@ -59,7 +59,8 @@ def weights(type_name):
     if type_name in float_panel.UNITS:
         unit, size = float_panel.UNITS[type_name], float_panel.SIZES[type_name]
         kind = "act_bf16" if type_name == "BF16" else "act_f32"
-        return Weights(unit, float_panel.NBYTES[type_name], unit * size, 4, kind, float_panel.pack_float_panel(type_name))
+        pack = float_panel.pack_float_panel(type_name)
+        return Weights(unit, float_panel.NBYTES[type_name], unit * size, 4, kind, pack)
     t = types.by_name(type_name)
     p = t.quant.panel
     size = p.blck_size // t.blck_size * t.type_size
@@ -82,12 +83,12 @@ def panel_nbytes(type, ne0, ne1=ROWS):
     return -(-ne1 // ROWS) * -(-ne0 // unit) * nbytes
 
 
-# ---- sharing work ------------------------------------------------------------------------------------------------------
+# ---- sharing work --------------------------------------------------------------------------------------------------
 
 
 @jitted
 def chunk_size(rest, least, nth):
-    """Size of the next chunk of `rest` units: half an even share, so that chunks get smaller and threads end together."""
+    """Size of the next chunk of `rest` units: half an even share, so that chunks shrink and threads end together."""
     size = (rest + 2 * nth - 1) // (2 * nth)
     size = size if size > least else least
     return size if size < rest else rest
@@ -107,7 +108,7 @@ def next_chunk(work, number, start, end, least, total, nth):
     return (number, start, end) if number == taken else (number, total, total)
 
 
-# ---- few columns -------------------------------------------------------------------------------------------------------
+# ---- few columns ---------------------------------------------------------------------------------------------------
 
 
 def tile_columns(n):
@@ -130,9 +131,7 @@ def few_kernel(type_name, columns, packed, along=1):
     tile = float_panel.float_tile(type_name, columns) if floats else panel.panel_tile(type_name, columns)
 
     @kernel(counter=True)
-    def mul_mat_few(
-        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
-    ):
+    def mul_mat_few(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         n_units = (src0_ne[0] + unit - 1) // unit
         size = n_units * nbytes
         n_panels = (src0_ne[1] + 15) // 16
@@ -276,9 +275,7 @@ def many_kernel(type_name, packed):
             pack(src0, offs, row_stride, n_rows, work, u, k)
 
     @kernel(counter=True)
-    def mul_mat_many(
-        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
-    ):
+    def mul_mat_many(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         n_units = (src0_ne[0] + unit - 1) // unit
         n_panels, n_cols = (src0_ne[1] + 15) // 16, dst_ne[1]
         r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
@@ -322,15 +319,15 @@ def many_kernel(type_name, packed):
                                 if in_place:
                                     w = memory.address(src0) + ((matrix * n_panels + p) * n_units + k0) * nbytes
                                 tile(
-                                    w, y + c // per_row * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p, dst_nb[1],
-                                    m * n_scale, src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
+                                    w, y + c // per_row * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p,
+                                    dst_nb[1], m * n_scale, src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
                                 )  # fmt: skip
             number, start, end = next_chunk(work, number, start, end, 1, total, nth)
 
     return mul_mat_many
 
 
-# ---- packing a whole matrix ------------------------------------------------------------------------------------------
+# ---- packing a whole matrix ----------------------------------------------------------------------------------------
 
 
 @functools.cache

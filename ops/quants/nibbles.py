@@ -1,7 +1,7 @@
 """Two 4-bit values a byte in the order of Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL and MXFP4.
 
-Of 32 values, byte k of 16 has value k in its low and value k + 16 in its high half. In a panel these 16 bytes of 16 rows
-are 4 operands: k-groups 0 to 3 in the low, 4 to 7 in the high halves, so packing moves whole 32-bit words.
+Of 32 values, byte k of 16 has value k in its low and value k + 16 in its high half. In a panel these 16 bytes of 16
+rows are 4 operands: k-groups 0 to 3 in the low, 4 to 7 in the high halves, so packing moves whole 32-bit words.
 """
 
 from __future__ import annotations

@@ -17,7 +17,19 @@ from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.quants.nibbles import join_nibbles, load_nibbles, nibble_operands, split_nibbles
 from ggjit.ops.quants.quant import (
-    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, largest, load_f16, register, to_blocks,
+    Bytes,
+    Floats,
+    Panel,
+    Part,
+    Quant,
+    clamp,
+    f16_bytes,
+    from_bytes,
+    inverse,
+    largest,
+    load_f16,
+    register,
+    to_blocks,
 )  # fmt: skip
 
 memory = lazy_module("ggjit.ops.lib.memory")

@@ -7,11 +7,11 @@
 | 192..207 | 16 scales, int8 |
 | 208..209 | d, f16 |
 
-Weights 128 h + 32 j + k (h 0..1, j 0..3, k 0..31): low bits in byte 64 h + 32 (j & 1) + k of ql, low half for j < 2 and high
-half for j >= 2; high bits in bits 2 j and 2 j + 1 of byte 32 h + k of qh.
+Weights 128 h + 32 j + k (h 0..1, j 0..3, k 0..31): low bits in byte 64 h + 32 (j & 1) + k of ql, low half for j < 2
+and high half for j >= 2; high bits in bits 2 j and 2 j + 1 of byte 32 h + k of qh.
 
-Panel block (3360 bytes): 16 d f16 | 8 runs of (16 scales, 16 scales, 6 operands). Three operands hold four k-groups: groups
-0 to 2 in bits 0..5, and group 3 two bits each in the top bits of the three.
+Panel block (3360 bytes): 16 d f16 | 8 runs of (16 scales, 16 scales, 6 operands). Three operands hold four k-groups:
+groups 0 to 2 in bits 0..5, and group 3 two bits each in the top bits of the three.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.quants.quant import (
-    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, largest, load_f16, register, to_blocks,
+    Bytes,
+    Floats,
+    Panel,
+    Part,
+    Quant,
+    clamp,
+    f16_bytes,
+    from_bytes,
+    inverse,
+    largest,
+    load_f16,
+    register,
+    to_blocks,
 )  # fmt: skip
 
 memory = lazy_module("ggjit.ops.lib.memory")

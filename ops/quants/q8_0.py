@@ -16,7 +16,19 @@ from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.quants.quant import (
-    Bytes, Floats, Panel, Part, Quant, clamp, f16_bytes, from_bytes, inverse, load_f16, register, round_away, to_blocks,
+    Bytes,
+    Floats,
+    Panel,
+    Part,
+    Quant,
+    clamp,
+    f16_bytes,
+    from_bytes,
+    inverse,
+    load_f16,
+    register,
+    round_away,
+    to_blocks,
 )  # fmt: skip
 
 memory = lazy_module("ggjit.ops.lib.memory")

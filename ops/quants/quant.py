@@ -1,17 +1,18 @@
 """What a quantized type's file registers: conversions, and its panel for matrix products.
 
-A file `ops/quants/<type>.py` draws the block's byte table and gives a `Quant`. Everything else (get_rows, cpy, set_rows,
-mul_mat, mul_mat_id, attention over quantized KV) is generic code made from these pieces, so a new type is one file.
+A file `ops/quants/<type>.py` draws the block's byte table and gives a `Quant`. Everything else (get_rows, cpy,
+set_rows, mul_mat, mul_mat_id, attention over quantized KV) is generic code made from these pieces, so a new type is
+one file.
 
-Panels. A panel holds 16 rows of a matrix, blocks along K one after the other, with the file's bits reordered so that one
-64-byte load is the left operand of a dot product for 16 rows x 4 k: byte 4*r + j is row r, k = 4*g + j of k-group g. A run
-is 32 weights along K (8 k-groups), the unit in which activations are quantized. The rules that measurements gave:
+Panels. A panel holds 16 rows of a matrix, blocks along K one after the other, with the file's bits reordered so that
+one 64-byte load is the left operand of a dot product for 16 rows x 4 k: byte 4*r + j is row r, k = 4*g + j of k-group
+g. A run is 32 weights along K (8 k-groups), the unit in which activations are quantized. What measurements taught:
 
 - A panel is read strictly upwards, in one stream.
-- Signed weights are stored with an offset as unsigned bytes; the integer sum starts from -offset * sum(activations), which
-  the activations' record holds for 128, so the correction is exact and nearly free. Offsets are powers of two.
-- A field inside a byte is masked, not shifted: value << n stays in the operand and 2^-n goes into the f32 scale, which is
-  exact. Fields of one byte belong to different scale groups, so that each sum has one factor.
+- Signed weights are stored with an offset as unsigned bytes; the integer sum starts from -offset * sum(activations),
+  which the activations' record holds for 128, so the correction is exact and nearly free. Offsets are powers of two.
+- A field inside a byte is masked, not shifted: value << n stays in the operand and 2^-n goes into the f32 scale,
+  which is exact. Fields of one byte belong to different scale groups, so that each sum has one factor.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def register(quant: Quant) -> Quant:
     return quant
 
 
-# ---- for the NumPy conversions ---------------------------------------------------------------------------------------
+# ---- for the NumPy conversions -------------------------------------------------------------------------------------
 
 
 def to_blocks(x: Floats, size: int) -> Floats:
@@ -157,7 +158,7 @@ def round_away(x: Floats) -> Floats:
     return whole + np.where(np.abs(x - whole) >= 0.5, np.copysign(np.float32(1), x), np.float32(0))
 
 
-# ---- for the compiled conversions ------------------------------------------------------------------------------------
+# ---- for the compiled conversions ----------------------------------------------------------------------------------
 
 
 @jitted
