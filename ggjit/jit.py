@@ -342,15 +342,13 @@ class _Progress:
 
             self.bar = tqdm(total=total, desc="compiling kernels", leave=False)
 
-    def step(self, name: str) -> None:
+    def step(self) -> None:
         self.done += 1
         if self.bar is not None:
             self.bar.update()
         elif self.shown:
             end = "\n" if self.done == self.total else ""
-            print(
-                f"\rcompiling kernels: {self.done}/{self.total} {name[:40]:<40}", end=end, file=sys.stderr, flush=True
-            )
+            print(f"\rcompiling kernels: {self.done}/{self.total}", end=end, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -365,30 +363,45 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
     """
     every = list(compiled)
     with _lock:
-        missing = {c.entry: c for c in every if not c._address and not _linked.get(c.key)}
-        objects: dict[str, bytes] = {}
-        for entry, c in missing.items():
-            code = kernel_cache.load(c.key)
-            if code is not None:
-                objects[entry] = code
+        missing = {c.entry: c for c in every if not c._address and c.key not in _linked}
+        objects = {entry: code for entry, c in missing.items() if (code := kernel_cache.load(c.key)) is not None}
         fresh = [c for entry, c in missing.items() if entry not in objects]
-        start = time.perf_counter()
-        progress = _Progress(len(fresh))
-        try:
-            for c in fresh:
-                objects[c.entry] = _compile(c)
-                progress.step(c.name)
-        finally:
-            progress.close()
         if fresh:
+            start = time.perf_counter()
+            objects.update(_compile_fresh(fresh))
             _seconds.append(time.perf_counter() - start)
-            kernel_cache.trim()
         if objects:
             addresses = object_code.link(objects)
             _linked.update((missing[entry].key, address) for entry, address in addresses.items())
         for c in every:
             c._address = c._address or _linked[c.key]
     return [c._address for c in every]
+
+
+def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
+    """Object code by entry of what the cache has not."""
+    from ggjit import numba_entry, parallel_compile  # noqa: F401  (Numba is imported before children are forked)
+
+    objects: dict[str, bytes] = {}
+    progress = _Progress(len(fresh))
+
+    def compile_one(i: int) -> None:
+        objects[fresh[i].entry] = _compile(fresh[i])
+
+    n_processes = parallel_compile.processes(len(fresh)) if kernel_cache.folder() is not None else 1
+    try:
+        if n_processes > 1:
+            parallel_compile.run(len(fresh), n_processes, compile_one, progress.step)
+            for c in fresh:  # what the children did is on disk
+                objects.setdefault(c.entry, kernel_cache.load(c.key) or b"")
+        for i, c in enumerate(fresh):
+            if not objects.get(c.entry):
+                compile_one(i)
+                progress.step()
+    finally:
+        progress.close()
+    kernel_cache.trim()
+    return objects
 
 
 def compile_seconds() -> float:

@@ -119,12 +119,17 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+def _constant_text(value: Any) -> str:
+    """repr that does not depend on the process (the order of a set does)."""
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
 @functools.cache
 def _code_text(code: types.CodeType) -> str:
     """Everything in a code object that decides what it does: not line numbers, file names or the docstring."""
     parts = []
     for c in _codes(code):
-        constants = [repr(k) for k in c.co_consts if not isinstance(k, types.CodeType)]
+        constants = [_constant_text(k) for k in c.co_consts if not isinstance(k, types.CodeType)]
         parts.append((c.co_code, c.co_names, c.co_varnames, c.co_freevars, c.co_argcount, constants))
     return repr(parts)
 
@@ -172,8 +177,7 @@ class _Walk:
         if isinstance(value, types.ModuleType):  # first: looking at an attribute would load a lazy module
             self.module(name, value, code, where)
         elif _plain(value):
-            constant = sorted(map(repr, value)) if isinstance(value, frozenset) else value
-            self.parts.append(f"{name}: {type(value).__name__} {constant!r}")
+            self.parts.append(f"{name}: {type(value).__name__} {_constant_text(value)}")
         elif isinstance(value, list | tuple):
             self.parts.append(f"{name}: {len(value)} values")
             for v in value:
@@ -209,29 +213,34 @@ class _Walk:
         if id(function) in self.seen:
             return
         self.seen.add(id(function))
-        code, where, scope = function.__code__, function.__qualname__, function.__globals__
+        code, where = function.__code__, function.__qualname__
         names = _global_names(code)
         self.uses_counter = self.uses_counter or "fetch_add" in names
-        in_lib = (function.__module__ or "").startswith(_LIB)
-        if in_lib:  # its module is hashed as a whole; what is left is which function, and what it captured
+        if (function.__module__ or "").startswith(_LIB):
+            # its module is hashed as a whole; what is left is which function, and what it captured
             self.parts.append(f"{_lib_hash(function.__module__)} {function.__module__} {where}")
         else:
             self.parts.append(_code_text(code))
             self.parts.append(repr((function.__defaults__, function.__kwdefaults__)))
-        for name in names:
-            if name not in scope or (in_lib and _function_of(scope[name]) is None):
-                continue
-            try:
-                self.value(name, scope[name], code, where)
-            except TypeError:
-                if name in _true_globals(code):
-                    raise
+            self.globals(function, names)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 captured = cell.cell_contents
             except ValueError:  # not set yet
                 continue
             self.value(name, captured, code, where)
+
+    def globals(self, function: types.FunctionType, names: tuple[str, ...]) -> None:
+        """What the global names in a function stand for."""
+        scope = function.__globals__
+        for name in names:
+            if name not in scope:
+                continue
+            try:
+                self.value(name, scope[name], function.__code__, function.__qualname__)
+            except TypeError:
+                if name in _true_globals(function.__code__):
+                    raise
 
 
 def kernel_key(function: Callable[..., Any], kind: str) -> tuple[str, bool]:

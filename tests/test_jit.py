@@ -15,7 +15,7 @@ import pytest
 from llvmlite import ir
 from test_memory import TAIL, arg
 
-from ggjit import cpu, jit, kernel_cache, object_code
+from ggjit import cpu, jit, kernel_cache, object_code, parallel_compile
 from ggjit.jit import compile_all, intrinsic, jitted, kernel, lazy_module, words
 from ggjit.ops.lib import atomics, memory
 
@@ -479,6 +479,47 @@ def test_store_and_load(folder):
     assert kernel_cache.load("k2") is None, "a file belongs to one key"
 
 
+PARALLEL = """
+import os, sys
+from ggjit import jit, kernel_cache, parallel_compile
+def make(k):
+    @jit.words
+    def f(x):
+        return x * k
+    return f
+made = [make(k) for k in range(20)]
+fork, store, children, stored = os.fork, kernel_cache.store, [], []
+def count_fork():
+    children.append(fork())
+    return children[-1]
+def count_store(key, code):
+    stored.append(key)
+    if not children or children[-1] == 0:
+        if {broken}:
+            raise OSError("this child fails")
+    store(key, code)
+os.fork, kernel_cache.store = count_fork, count_store
+parallel_compile.processes = lambda n: 3
+jit.compile_all(made)
+print(len(children), len(stored) < 20, [f(3) for f in made] == [3 * k for k in range(20)])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+def test_kernels_compile_in_several_processes(tmp_path):
+    assert run(PARALLEL.format(broken=False), tmp_path / "good") == ["2", "True", "True"]
+    assert run(PARALLEL.format(broken=True), tmp_path / "bad") == ["2", "False", "True"], "the parent does the rest"
+
+
+def test_a_process_with_threads_does_not_fork(monkeypatch):
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(parallel_compile.threading, "active_count", lambda: 1)
+    if sys.platform.startswith("linux"):
+        assert [parallel_compile.processes(n) for n in (1, 5, 6, 30, 500)] == [1, 1, 2, 10, 16]
+    monkeypatch.setattr(parallel_compile.threading, "active_count", lambda: 2)
+    assert parallel_compile.processes(500) == 1
+
+
 def test_the_files_used_longest_ago_go_first(folder):
     for i, name in enumerate("abcd"):
         kernel_cache.store(name, bytes(1000))
@@ -598,12 +639,12 @@ def test_features_of_levels(monkeypatch):
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     quiet = jit._Progress(3)
-    quiet.step("one")
+    quiet.step()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: None)
     loud = jit._Progress(2)
-    loud.step("one")
-    loud.step("two")
+    loud.step()
+    loud.step()
     loud.close()
-    assert "compiling kernels: 2/2 two" in capsys.readouterr().err
+    assert "compiling kernels: 2/2\n" in capsys.readouterr().err
