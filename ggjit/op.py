@@ -84,6 +84,7 @@ class Op:
         self._lower: Callable[[Lowering, Tensor], None] | None = None
         self._supports: Callable[[Tensor], bool] | None = None
         self._flops: Callable[[Tensor], int] | None = None
+        self._backward: Callable[..., Sequence[Tensor | None]] | None = None
         self.cases: dict[str, Callable[..., Tensor]] = {}
         REGISTRY[name] = _BY_ID[id] = self
 
@@ -134,6 +135,14 @@ class Op:
     def flops(self, function: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
         """Decorator: f(node) -> arithmetic operations, for profiles."""
         self._flops = function
+        return function
+
+    def backward(self, function: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Sequence[Tensor | None]]:
+        """Decorator: f(node, grad, need) -> gradients of the sources, as nodes.
+
+        `need[i]` says whether source i wants one; entries that do not may be None. Each has the shape of its source.
+        """
+        self._backward = function
         return function
 
     def case(self, name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -189,6 +198,21 @@ class Op:
         if self._supports is not None:
             return self._supports(node)
         return self._kernel is not None and self._kernel(node) is not None
+
+    @property
+    def has_backward(self) -> bool:
+        """Is a backward rule registered?"""
+        return self._backward is not None
+
+    def backward_for(self, node: Tensor, grad: Tensor, need: Sequence[bool]) -> Sequence[Tensor | None]:
+        """The gradients of a node's sources.
+
+        Raises:
+            NotImplementedError: the op has no backward rule.
+        """
+        if self._backward is None:
+            raise NotImplementedError(f"{self.name}: a backward rule must be registered, got none ('{node.name}')")
+        return self._backward(node, grad, need)
 
     def flops_for(self, node: Tensor) -> int:
         """Arithmetic operations of a node; its element count where the op does not say."""
