@@ -1,18 +1,18 @@
 """Fused attention: soft_max(q k^T * scale + mask) v in one pass over K and V, the scores never in memory.
 
-The order of all float operations is fixed by the KV row alone (see `ops/lib/attention.py`), so a row of the result has the
-same bits for any number of queries, threads and masked rows of padding. Two kernels compute it:
+The order of all float operations is fixed by the KV row alone (see `ops/lib/attention.py`), so a row of the result has
+the same bits for any number of queries, threads and masked rows of padding. Two kernels compute it:
 
-    lanes   16 queries of a head at a time (the heads of a group side by side where there are fewer queries); K and V are
-            converted once a tile for all heads of the group; tiles that the mask closes are skipped
+    lanes   16 queries of a head at a time (the heads of a group side by side where there are fewer queries); K and V
+            are converted once a tile for all heads of the group; tiles that the mask closes are skipped
     rows    a few query rows: K and V are read as they lie, once for the heads of a group
 
-A ladder, on one Zen 4 core, 512 causal tokens of 9 heads of 64 (3 KV heads, f16), as a share of the f32 FMA peak; one token
-over 4096 rows, as a share of plain reads:
+A ladder on one Zen 4 core, f16 K and V, 9 heads of 64 on 3 KV heads:
 
-    mul_mat, soft_max, mul_mat          scores through memory
-    one chain a score                   .75, but tokens alone in a batch get other bits
-    16 partial sums and a fixed tree    see CHANGELOG
+| version | 512 causal tokens: share of the FMA peak | 1 token over 4096 rows: share of plain reads |
+|---|---|---|
+| one chain of d for a score, KV tiles of 32 | .75, but a token alone gets other bits | .5 to .67, other bits |
+| 16 partial sums of d and a fixed tree, KV tiles of 16 | .70 to .73 | .5 |
 
 Long contexts with few queries are split among threads by chunks of 512 KV rows, merged in order by a second step.
 """
@@ -35,14 +35,18 @@ lanes = lazy_module("ggjit.ops.lib.attention_lanes")
 __all__ = ["flash_attn_ext"]
 
 FLASH_ATTN_EXT = Op(
-    "flash_attn_ext", id=74, params=(("scale", "f32"), ("max_bias", "f32"), ("logit_softcap", "f32"), ("prec", "i32")), nmse=1e-6
+    "flash_attn_ext",
+    id=74,
+    params=(("scale", "f32"), ("max_bias", "f32"), ("logit_softcap", "f32"), ("prec", "i32")),
+    nmse=1e-11,
 )
 PRECISIONS = (0, 10)  # ggml's default and F32; both accumulate in f32 here
 PLAIN = ("F32", "F16", "BF16")
 FEW = 12  # query rows of a KV head below which "rows" is faster
 
 
-def flash_attn_ext(q, k, v, mask, scale, max_bias=0.0, logit_softcap=0.0, *, sinks=None, prec=0):  # fmt: skip
+def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, max_bias: float = 0.0,
+                   logit_softcap: float = 0.0, *, sinks: Tensor | None = None, prec: int = 0) -> Tensor:  # fmt: skip
     """Attention of all heads: soft_max(softcap(q k^T * scale) + mask * slope) v.
 
     softcap(x) = logit_softcap * tanh(x / logit_softcap) if logit_softcap is not 0. The slope is 1, or by ALiBi with
@@ -72,8 +76,12 @@ def flash_attn_ext(q, k, v, mask, scale, max_bias=0.0, logit_softcap=0.0, *, sin
     """
     _check_shapes(q, k, v)
     _check_mask(q, k, mask, max_bias)
-    if sinks is not None and (sinks.type is not types.F32 or sinks.ne[0] != q.ne[2] or sinks.nrows != 1 or not sinks.is_contiguous):
-        raise ValueError(f"flash_attn_ext: sinks must be contiguous f32 [{q.ne[2]}], got {sinks.type.name}{list(sinks.ne)}")
+    if sinks is not None and (
+        sinks.type is not types.F32 or sinks.ne[0] != q.ne[2] or sinks.nrows != 1 or not sinks.is_contiguous
+    ):
+        raise ValueError(
+            f"flash_attn_ext: sinks must be contiguous f32 [{q.ne[2]}], got {sinks.type.name}{list(sinks.ne)}"
+        )
     if prec not in PRECISIONS:
         raise ValueError(f"flash_attn_ext: prec must be 0 or 10 (F32), got {prec}")
     ne = (v.ne[0], q.ne[2], q.ne[1], q.ne[3])
@@ -91,7 +99,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"got {list(q.ne)}, {list(k.ne)}, {list(v.ne)} {names}"
         )
     if 0 in k.ne[2:] or q.ne[2] % k.ne[2] or q.ne[3] % k.ne[3]:
-        raise ValueError(f"flash_attn_ext: k's heads and ne[3] must divide q's, got {list(q.ne)} and {list(k.ne)} {names}")
+        raise ValueError(
+            f"flash_attn_ext: k's heads and ne[3] must divide q's, got {list(q.ne)} and {list(k.ne)} {names}"
+        )
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not t.is_contiguous_rows:
             raise ValueError(f"flash_attn_ext: rows of {name} must be contiguous, got nb {list(t.nb)} ('{t.name}')")
@@ -107,8 +117,8 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, max_bias: float) -> N
     fits = mask.ne[0] == k.ne[1] and mask.ne[1] >= q.ne[1] and q.ne[2] % mask.ne[2] == 0 and q.ne[3] % mask.ne[3] == 0
     if not fits or not mask.is_contiguous:
         raise ValueError(
-            f"flash_attn_ext: mask must be contiguous, of {k.ne[1]} columns and at least {q.ne[1]} rows, with ne[2] dividing "
-            f"{q.ne[2]} and ne[3] dividing {q.ne[3]}, got ne {list(mask.ne)}, nb {list(mask.nb)} ('{mask.name}')"
+            f"flash_attn_ext: mask must be contiguous, of {k.ne[1]} columns and at least {q.ne[1]} rows, with ne[2] "
+            f"dividing {q.ne[2]}, ne[3] dividing {q.ne[3]}, got ne {list(mask.ne)}, nb {list(mask.nb)} ('{mask.name}')"
         )
 
 
@@ -182,7 +192,9 @@ def causal_mask(n: int, n_kv: int, n_past: int, n_rows: int = 0) -> np.ndarray:
     return mask.astype(np.float16)
 
 
-def _case(name, n, n_kv, heads, heads_kv, dk, dv=None, kind="F16", n3=1, mask_rows=0, mask=True, sinks=False, **options):
+def _case(
+    name, n, n_kv, heads, heads_kv, dk, dv=None, kind="F16", n3=1, mask_rows=0, mask=True, sinks=False, **options
+):
     @FLASH_ATTN_EXT.case(name)
     def _(t):
         q = permute(t("F32", dk, heads, n, n3), 0, 2, 1, 3)

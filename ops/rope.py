@@ -13,10 +13,9 @@ Pair k of a head is turned by the angle theta of its token's position, with YaRN
 | VISION 24 | k, k + n_dims: all of the row | of four, each section counts its pairs from 0 |
 | IMROPE 40 | as NEOX | of three, in turn |
 
-A ladder, 512 tokens of 9 heads of 64, one Zen 4 core: sin and cos for each head, then once per token (9 times fewer), then one
-table that all nodes of a graph with the same positions and parameters share: what is left is two loads, two multiply-adds and
-a store for each vector. Angles are float64, so that they are right at any position (ggml's float32 chain is off by 0.01
-at position 100000).
+A ladder: sin and cos for each head; once per token; then one table that all nodes of a graph with the same positions
+and parameters share. What is left is to load, multiply and store. Angles are float64, so that they are right at any
+position (ggml's float32 chain is off by 0.01 at position 100000).
 """
 
 from __future__ import annotations
@@ -81,7 +80,8 @@ def rope_ext(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int, n_c
         freq_scale: of the angles, 1 / the factor by which the context was stretched.
         ext_factor: YaRN's share, 0 for none.
         attn_factor: of the result.
-        beta_fast, beta_slow: turns in n_ctx_orig at which YaRN's ramp begins and ends.
+        beta_fast: turns in n_ctx_orig at which YaRN's ramp begins.
+        beta_slow: and at which it ends.
         offset: first element that is turned.
         inplace: put the result where `a` lies.
 
@@ -110,7 +110,15 @@ def rope_multi(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, sections: Se
         n_dims: elements that are turned; in mode 24 half of ne0, and all of the row is turned.
         sections: 4 numbers of pairs.
         mode: 8 (MROPE), 24 (VISION) or 40 (IMROPE).
-        n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, offset, inplace: as in `rope_ext`.
+        n_ctx_orig: this and all that follow as in `rope_ext`.
+        freq_base: base of the angles.
+        freq_scale: of the angles.
+        ext_factor: YaRN's share.
+        attn_factor: of the result.
+        beta_fast: where YaRN's ramp begins.
+        beta_slow: and where it ends.
+        offset: first element that is turned.
+        inplace: put the result where `a` lies.
 
     Returns:
         The type and shape of `a`.
@@ -133,7 +141,9 @@ def rope_multi(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, sections: Se
 
 def _rope(where, a, b, c, n_dims, sections, mode, values, offset, inplace):
     if mode not in MODES or (mode in MULTI) != (where == "rope_multi"):
-        raise ValueError(f"{where}: mode must be {'one of ' + str(list(MULTI)) if where == 'rope_multi' else '0 or 2'}, got {mode}")
+        raise ValueError(
+            f"{where}: mode must be {'one of ' + str(list(MULTI)) if where == 'rope_multi' else '0 or 2'}, got {mode}"
+        )
     if a.type not in (types.F32, types.F16):
         raise TypeError(f"{where}: a must be F32 or F16, got {a.type.name} ('{a.name}')")
     if not a.is_contiguous_rows:
@@ -146,7 +156,10 @@ def _rope(where, a, b, c, n_dims, sections, mode, values, offset, inplace):
         )
     n_pairs = n_dims if mode == VISION else n_dims // 2
     if c is not None and (c.type is not types.F32 or c.ne[0] < n_pairs or not c.is_contiguous):
-        raise ValueError(f"{where}: c must be contiguous f32 of at least {n_pairs} factors, got {c.type.name}{list(c.ne)} ('{c.name}')")
+        raise ValueError(
+            f"{where}: c must be contiguous f32 of at least {n_pairs} factors, "
+            f"got {c.type.name}{list(c.ne)} ('{c.name}')"
+        )
     src = (a, b) if c is None else (a, b, c)
     params = (n_dims, mode, *values, *sections, offset)
     return view_tensor(ROPE, a, src, params) if inplace else new_node(ROPE, a.type, a.ne, src, params)
@@ -155,9 +168,13 @@ def _rope(where, a, b, c, n_dims, sections, mode, values, offset, inplace):
 def _check_dims(where: str, a: Tensor, n_dims: int, mode: int, offset: int) -> None:
     if mode == VISION:
         if 2 * n_dims != a.ne[0] or offset:
-            raise ValueError(f"{where}: mode 24 needs n_dims = ne[0] / 2 and no offset, got {n_dims} of {a.ne[0]}, offset {offset}")
+            raise ValueError(
+                f"{where}: mode 24 needs n_dims = ne[0] / 2 and no offset, got {n_dims} of {a.ne[0]}, offset {offset}"
+            )
     elif n_dims <= 0 or n_dims % 2 or offset < 0 or offset + n_dims > a.ne[0]:
-        raise ValueError(f"{where}: n_dims must be even and fit ne[0] {a.ne[0]} after offset {offset}, got {n_dims} ('{a.name}')")
+        raise ValueError(
+            f"{where}: n_dims must be even and fit ne[0] {a.ne[0]} after offset {offset}, got {n_dims} ('{a.name}')"
+        )
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------
@@ -188,7 +205,8 @@ def _reference_angles(p, b, c, n_pairs):
     if not p.ext_factor:
         return theta * p.freq_scale, p.attn_factor
     low, high = (
-        p.n_dims * np.log(p.n_ctx_orig / (turns * 2 * np.pi)) / (2 * np.log(p.freq_base)) for turns in (p.beta_fast, p.beta_slow)
+        p.n_dims * np.log(p.n_ctx_orig / (turns * 2 * np.pi)) / (2 * np.log(p.freq_base))
+        for turns in (p.beta_fast, p.beta_slow)
     )
     low, high = max(0.0, np.floor(low)), min(p.n_dims - 1.0, np.ceil(high))
     mix = (1 - np.clip((np.arange(n_pairs) - low) / max(0.001, high - low), 0, 1)) * p.ext_factor
@@ -204,7 +222,10 @@ def _(node, a, b, c=None):
     first = p.offset + (2 * np.arange(n_pairs) if p.mode == NORMAL else np.arange(n_pairs))
     second = first + (1 if p.mode == NORMAL else n_pairs)
     y = np.array(a)
-    y[..., first], y[..., second] = a[..., first] * cos - a[..., second] * sin, a[..., first] * sin + a[..., second] * cos
+    y[..., first], y[..., second] = (
+        a[..., first] * cos - a[..., second] * sin,
+        a[..., first] * sin + a[..., second] * cos,
+    )
     return y
 
 
@@ -215,7 +236,7 @@ def _(node, a, b, c=None):
 def position_of(op_params, k, token, n_tokens):
     """Index of the position of pair k in b, and the exponent of its frequency."""
     mode, s0, s1, s2 = op_params[2], op_params[11], op_params[12], op_params[13]
-    if mode == NORMAL or mode == NEOX:
+    if mode < MROPE:
         return token, k
     sector = k % (s0 + s1 + s2 + op_params[14])
     if mode == IMROPE:
@@ -386,7 +407,8 @@ def _(low, node):
     c = node.src[2] if len(node.src) > 2 else None
     p = node.params
     width = p.n_dims if p.mode in (NORMAL, VISION) else p.n_dims // 2
-    kind = f"rope {node.op_params[:60].hex()} {0 if c is None else c.address}"  # all but the offset, which the table has not
+    # All parameters but the last, the offset, which the table has not.
+    kind = f"rope {node.op_params[:60].hex()} {0 if c is None else c.address}"
     ne = (2 * width, a.ne[2], 1, 1)
     table, is_new = low.derived(b, kind, types.F32, ne, 4 * ne[0] * ne[1])
     if is_new:
@@ -402,7 +424,9 @@ def _(node):
 # ---- cases ----------------------------------------------------------------------------------------------------------
 
 
-def _case(name, *ne, n_dims, mode, kind="F32", factors=False, high=4000, permuted=False, sections=None, yarn=False, **options):
+def _case(
+    name, *ne, n_dims, mode, kind="F32", factors=False, high=4000, permuted=False, sections=None, yarn=False, **options
+):
     @ROPE.case(name)
     def _(t):
         a = t(kind, *ne)

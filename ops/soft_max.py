@@ -2,9 +2,9 @@
 
     y = exp(x * scale + mask * slope - m) / (sum + exp(sink - m)),   m the largest of the row and its sink
 
-Three passes over a row, which stay in the first cache: scores and maximum, exponentials and sum, scaling. The sum has 32
-partial sums, element i going to lane i % 16 of accumulator i // 16 % 2, and a fixed tree adds them, so masked columns at the
-end of a row change no bit. A row belongs to one thread.
+Three passes over a row, which stay in the first cache: scores and maximum, exponentials and sum, scaling. The sum has
+32 partial sums, element i going to lane i % 16 of accumulator i // 16 % 2, and a fixed tree adds them, so masked
+columns at the end of a row change no bit. A row belongs to one thread.
 
 | version | 512 rows of 512 f32, one Zen 4 core |
 |---|---|
@@ -55,12 +55,12 @@ def soft_max(a: Tensor, *, inplace: bool = False) -> Tensor:
     return soft_max_ext(a, None, inplace=inplace)
 
 
-def soft_max_ext(a: Tensor, mask: Tensor | None, scale: float = 1.0, max_bias: float = 0.0, *, sinks: Tensor | None = None,
-                 inplace: bool = False) -> Tensor:  # fmt: skip
+def soft_max_ext(a: Tensor, mask: Tensor | None, scale: float = 1.0, max_bias: float = 0.0, *,
+                 sinks: Tensor | None = None, inplace: bool = False) -> Tensor:  # fmt: skip
     """soft_max of a * scale + mask * slope, as attention needs it.
 
-    The slope is 1, or by ALiBi that of head i2 (see `flash_attn_ext`). A sink is one more score of its head, which takes
-    weight but is not in the result.
+    The slope is 1, or by ALiBi that of head i2 (see `flash_attn_ext`). A sink is one more score of its head, which
+    takes weight but is not in the result.
 
     Args:
         a: f32 [n_kv, n_tokens, n_head, ne3], contiguous.
@@ -82,10 +82,15 @@ def soft_max_ext(a: Tensor, mask: Tensor | None, scale: float = 1.0, max_bias: f
     if a.type is not types.F32:
         raise TypeError(f"soft_max: a must be F32, got {a.type.name} ('{a.name}')")
     if not a.is_contiguous:
-        raise ValueError(f"soft_max: a must be contiguous, got ne {list(a.ne)}, nb {list(a.nb)}; use cont first ('{a.name}')")
+        raise ValueError(
+            f"soft_max: a must be contiguous, got ne {list(a.ne)}, nb {list(a.nb)}; use cont first ('{a.name}')"
+        )
     _check_mask(a, mask, max_bias)
     if sinks is not None and (sinks.type is not types.F32 or sinks.ne != (a.ne[2], 1, 1, 1) or not sinks.is_contiguous):
-        raise ValueError(f"soft_max: sinks must be contiguous f32 [{a.ne[2]}], got {sinks.type.name}{list(sinks.ne)} ('{sinks.name}')")
+        raise ValueError(
+            f"soft_max: sinks must be contiguous f32 [{a.ne[2]}], "
+            f"got {sinks.type.name}{list(sinks.ne)} ('{sinks.name}')"
+        )
     src = (a, mask, sinks) if sinks is not None else (a, mask) if mask is not None else (a,)
     params = (scale, max_bias)
     return view_tensor(SOFT_MAX, a, src, params) if inplace else new_node(SOFT_MAX, a.type, a.ne, src, params)
@@ -102,7 +107,8 @@ def _check_mask(a: Tensor, mask: Tensor | None, max_bias: float) -> None:
     if not fits or a.ne[2] % mask.ne[2] or a.ne[3] % mask.ne[3] or not mask.is_contiguous:
         raise ValueError(
             f"soft_max: mask must be contiguous, of {a.ne[0]} columns and at least {a.ne[1]} rows, with ne[2] dividing "
-            f"{a.ne[2]} and ne[3] dividing {a.ne[3]}, got ne {list(mask.ne)}, nb {list(mask.nb)} ('{a.name}', '{mask.name}')"
+            f"{a.ne[2]} and ne[3] dividing {a.ne[3]}, "
+            f"got ne {list(mask.ne)}, nb {list(mask.nb)} ('{a.name}', '{mask.name}')"
         )
 
 
@@ -322,7 +328,8 @@ def diag_mask_inf(a: Tensor, n_past: int, *, inplace: bool = False) -> Tensor:
         raise TypeError(f"diag_mask_inf: a must be F32, got {a.type.name} ('{a.name}')")
     if not a.is_contiguous or n_past < 0:
         raise ValueError(
-            f"diag_mask_inf: a must be contiguous and n_past not negative, got nb {list(a.nb)}, n_past {n_past} ('{a.name}')"
+            f"diag_mask_inf: a must be contiguous and n_past not negative, "
+            f"got nb {list(a.nb)}, n_past {n_past} ('{a.name}')"
         )
     if inplace:
         return view_tensor(DIAG_MASK_INF, a, (a,), (n_past,))

@@ -82,7 +82,7 @@ def test_position_zero_changes_nothing_and_the_rest_is_copied():
     x = np.random.default_rng(2).standard_normal((2, 3, 50), np.float32)
     positions = np.int32([0, 3])
     for mode in (0, 2):
-        y = compute(lambda: ops.rope(gg.from_numpy(x), gg.from_numpy(positions), 20, mode, offset=7))[0]
+        y = compute(lambda m=mode: ops.rope(gg.from_numpy(x), gg.from_numpy(positions), 20, m, offset=7))[0]
         assert same(y[0], x[0]) and same(y[1, :, :7], x[1, :, :7]) and same(y[1, :, 27:], x[1, :, 27:])
         assert not np.isclose(y[1, :, 7:27], x[1, :, 7:27]).any()
 

@@ -29,8 +29,8 @@ def test_a_row_has_the_same_bits_alone_and_with_masked_columns():
     assert same(compute(lambda: ops.soft_max(gg.from_numpy(x[4]))), whole[:, :, 4:5])
     wide = np.pad(x, ((0, 0), (0, 54)))
     mask = np.pad(np.zeros_like(x), ((0, 0), (0, 54)), constant_values=-np.inf)
-    for kind in ("F32", "F16"):
-        y = compute(lambda: ops.soft_max_ext(gg.from_numpy(wide), gg.from_numpy(mask, types.by_name(kind)), 1.0))
+    for kind in (types.F32, types.F16):
+        y = compute(lambda t=kind: ops.soft_max_ext(gg.from_numpy(wide), gg.from_numpy(mask, t), 1.0))
         assert same(y[..., :203], whole) and not y[..., 203:].any()
 
 
@@ -44,7 +44,11 @@ def test_a_row_that_is_masked_everywhere_is_nan_unless_it_has_a_sink():
     mask[1] = 0
     y = compute(lambda: ops.soft_max_ext(gg.from_numpy(x), gg.from_numpy(mask), 1.0))
     assert np.isnan(y[0, 0, 0]).all() and np.allclose(y[0, 0, 1], 0.2)
-    y = compute(lambda: ops.soft_max_ext(gg.from_numpy(x), gg.from_numpy(mask), 1.0, sinks=gg.from_numpy(np.zeros(1, np.float32))))
+    y = compute(
+        lambda: ops.soft_max_ext(
+            gg.from_numpy(x), gg.from_numpy(mask), 1.0, sinks=gg.from_numpy(np.zeros(1, np.float32))
+        )
+    )
     assert not y[0, 0, 0].any() and np.allclose(y[0, 0, 1], 1 / 6)
 
 

@@ -14,11 +14,11 @@ Order of every float operation, for one query of one head; x is q scaled, so tha
     l     = fma(l, c, tree(w))
     o[d]  = o[d] * c, then fma(v[d], w) over the tile's rows
 
-A state is (m, l, o). A row whose mask is -inf has weight exactly 0, and a tile of such rows has c = 1: it changes nothing,
-so it may be skipped. States of chunks of 512 rows are merged in order, and merging an empty state changes nothing.
+A state is (m, l, o). A row whose mask is -inf has weight exactly 0, and a tile of such rows has c = 1: it changes
+nothing, so it may be skipped. States of chunks of 512 rows are merged in order; merging an empty one changes nothing.
 
-A state in memory is m and l (16 f32 each), then o as n vectors of 16 f32: in layout "lanes" one vector for each element of
-the head, in layout "rows" the elements themselves, m and l being the same in all lanes. So merging is the same code.
+A state in memory is m and l (16 f32 each), then o as n vectors of 16 f32: in layout "lanes" one vector for each element
+of the head, in layout "rows" the elements themselves, m and l being the same in all lanes. So merging is the same code.
 """
 
 import functools
@@ -129,7 +129,10 @@ def fold(e, x, y, lanes):
 # 4 * (r % 4) + r // 4 holds the sum of row r.
 FOLDS = (
     ([*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]),
-    ([*range(4), *range(8, 12), *range(16, 20), *range(24, 28)], [*range(4, 8), *range(12, 16), *range(20, 24), *range(28, 32)]),
+    (
+        [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)],
+        [*range(4, 8), *range(12, 16), *range(20, 24), *range(28, 32)],
+    ),
     tuple([[4 * q + a + c for q in range(4) for a in (0, 16) for c in (k, k + 1)] for k in (0, 2)]),
     tuple([[4 * q + a + c for q in range(4) for a in (0, 16) for c in (k, k + 2)] for k in (0, 1)]),
 )
@@ -152,6 +155,17 @@ def tree(values, add):
     return values[0]
 
 
+def pointer(e, address, offset=0):
+    """The start of many loads at constant offsets: two instructions of IR for each less than from an address."""
+    return e.b.inttoptr(e.add(address, offset), ir.PointerType())
+
+
+def read(e, start, offset, t):
+    """Load of LLVM type t at a pointer + offset."""
+    at = start if offset == 0 else e.b.gep(start, [e.i64(offset)], source_etype=ir.IntType(8))
+    return e.b.load(at, align=1, typ=t)
+
+
 def load_values(e, kind, address, offset, count=16):
     """Load the first `count` of 16 values of a plain type as f32, zeros after; offset in bytes."""
     if count >= 16:
@@ -162,7 +176,9 @@ def load_values(e, kind, address, offset, count=16):
     for size in (8, 4, 2, 1):
         if count & size:
             piece = e.load(address, e.add(offset, at * BYTES[kind]), emit.vector(element, size))
-            wide = e.b.shuffle_vector(piece, piece, ir.Constant(emit.vector(emit.I32, 16), [min(j, size - 1) for j in range(16)]))
+            wide = e.b.shuffle_vector(
+                piece, piece, ir.Constant(emit.vector(emit.I32, 16), [min(j, size - 1) for j in range(16)])
+            )
             v = shuffle(e, v, wide, [16 + j - at if at <= j < at + size else j for j in range(16)])
             at += size
     parts = split(e, v)
@@ -172,7 +188,9 @@ def load_values(e, kind, address, offset, count=16):
         wide = e.map(lambda p: e.b.zext(p, emit.vector(emit.I32, e.lanes)), parts)
         return e.bits_to_f32(e.shl_i32(wide, 16))
     if e.level in ("avx512", "avx2"):
-        return e.map(lambda p: e.b.fpext(e.b.bitcast(p, emit.vector(emit.F16, e.lanes)), emit.vector(emit.F32, e.lanes)), parts)
+        return e.map(
+            lambda p: e.b.fpext(e.b.bitcast(p, emit.vector(emit.F16, e.lanes)), emit.vector(emit.F32, e.lanes)), parts
+        )
     return e.halves_to_f32(parts)
 
 
@@ -210,7 +228,9 @@ def finish(e, state, sink, n):
     c = exp2(e, e.fsub(m, top))
     total = e.fma(e.load_f32(state, 64), c, exp2(e, e.fsub(s, top)))
     zero = e.zero_f32()
-    inverse = e.map(lambda t, z: e.b.select(e.b.fcmp_ordered("==", t, z), z, e.b.fdiv(e.f32_const(1.0)[0], t)), total, zero)
+    inverse = e.map(
+        lambda t, z: e.b.select(e.b.fcmp_ordered("==", t, z), z, e.b.fdiv(e.f32_const(1.0)[0], t)), total, zero
+    )
     factor = e.fmul(c, inverse)
 
     def one(i):
@@ -249,7 +269,8 @@ def make_read_rows(kind, n):
 # ---- layout "lanes" -------------------------------------------------------------------------------------------------
 
 
-def _row(e, rows, i):
+def row_at(e, rows, i):
+    """Address i of a table."""
     return e.load(rows, 8 * i, emit.I64)
 
 
@@ -263,7 +284,7 @@ def make_load_queries(n):
 
         def block(i, count=16):
             offset = e.mul(i, 64)
-            q = [join(e, e.fmul(load_values(e, "F32", _row(e, rows, r), offset, count), factor)) for r in range(16)]
+            q = [join(e, e.fmul(load_values(e, "F32", row_at(e, rows, r), offset, count), factor)) for r in range(16)]
             for d, v in enumerate(transpose(e, q)):
                 e.store(e.add(out, e.mul(i, 1024)), split(e, v), 64 * d)
 
@@ -284,9 +305,9 @@ def make_store_results(n):
             at, offset = e.add(o, e.mul(i, 1024)), e.mul(i, 64)
             for r, v in enumerate(transpose(e, [join(e, e.load_f32(at, 64 * d)) for d in range(16)])):
                 if count == 16:
-                    e.store(_row(e, rows, r), split(e, v), offset)
+                    e.store(row_at(e, rows, r), split(e, v), offset)
                 else:
-                    e.store_first(_row(e, rows, r), split(e, v), e.i64(count), offset)
+                    e.store_first(row_at(e, rows, r), split(e, v), e.i64(count), offset)
 
         e.loop(n // 16, [], block)
         if n % 16:
@@ -304,10 +325,12 @@ def classify(e, rows, offset, n_tiles, out):
     def one(i):
         some = other = ir.Constant(half, None)
         for r in range(16):
-            x = e.load(_row(e, rows, r), e.add(offset, e.mul(i, 2 * TILE)), half)
+            x = e.load(row_at(e, rows, r), e.add(offset, e.mul(i, 2 * TILE)), half)
             some = e.b.or_(some, x)
             other = e.b.or_(other, e.b.xor(x, ir.Constant(half, [MINUS_INF] * 16)))
-        is_open, is_closed = (e.b.icmp_unsigned("==", e.b.bitcast(v, bits), ir.Constant(bits, 0)) for v in (some, other))
+        is_open, is_closed = (
+            e.b.icmp_unsigned("==", e.b.bitcast(v, bits), ir.Constant(bits, 0)) for v in (some, other)
+        )
         value = e.b.select(is_open, e.i64(OPEN), e.b.select(is_closed, e.i64(CLOSED), e.i64(MIXED)))
         e.store_value(e.add(out, e.mul(i, 8)), 0, value)
 
@@ -317,7 +340,7 @@ def classify(e, rows, offset, n_tiles, out):
 @emitted("rows offset out")
 def load_masks(e, rows, offset, out):
     """The f16 masks of 16 rows for one tile, at an offset of bytes, as [16 KV rows][16] f32."""
-    masks = [join(e, e.load_f16(_row(e, rows, r), offset)) for r in range(16)]
+    masks = [join(e, e.load_f16(row_at(e, rows, r), offset)) for r in range(16)]
     for j, v in enumerate(transpose(e, masks)):
         e.store(out, split(e, v), 64 * j)
 
@@ -349,17 +372,21 @@ def make_scores(dk):
 
     @emitted("q k s")
     def scores(e, q, k, s):
-        block = 4 if e.level == "avx512" else 2  # KV rows: 16 or 8 sums in registers, and a query vector serves them all
+        block = (
+            4 if e.level == "avx512" else 2
+        )  # KV rows: 16 or 8 sums in registers, and a query vector serves them all
 
         def lanes(p):
-            qp, sp = (e.add(x, e.mul(p, e.nbytes)) for x in (q, s))
+            q_lanes, sp = (e.add(x, e.mul(p, e.nbytes)) for x in (q, s))
 
             def products(kr, partials, i, sums):
                 out = []
+                qi, ki = (i * 1024, i * 64) if isinstance(i, int) else (e.mul(i, 1024), e.mul(i, 64))
+                qp, kp = pointer(e, q_lanes, qi), pointer(e, kr, ki)
                 for u, j in enumerate(partials):
-                    x = [e.load(qp, e.add(e.mul(i, 1024), 64 * j), emit.vector(emit.F32, e.lanes))]
+                    x = [read(e, qp, 64 * j, emit.vector(emit.F32, e.lanes))]
                     for r in range(block):
-                        y = [e.splat(e.load(kr, e.add(e.mul(i, 64), step * r + 4 * j), emit.F32))]
+                        y = [e.splat(read(e, kp, step * r + 4 * j, emit.F32))]
                         out.append(e.fmul(x, y) if sums is None else e.fma(x, y, sums[u * block + r]))
                 return out
 
@@ -413,12 +440,12 @@ def make_values(dv):
                     e.store(sp, w[j], 64 * j)
 
             def elements(d):
-                o, vd = e.add(tp, e.mul(d, 64)), e.add(v, e.mul(d, 4))
+                o, vd = e.add(tp, e.mul(d, 64)), pointer(e, v, e.mul(d, 4))
                 sums = [e.fmul(load(o, HEAD + 64 * i), corr) for i in range(block)]
                 for j in range(16):
                     wj = w[j] if in_registers else load(sp, 64 * j)
                     for i in range(block):
-                        sums[i] = e.fma(wj, [e.splat(e.load(vd, step * j + 4 * i, emit.F32))], sums[i])
+                        sums[i] = e.fma(wj, [e.splat(read(e, vd, step * j + 4 * i, emit.F32))], sums[i])
                 for i in range(block):
                     e.store(o, sums[i], HEAD + 64 * i)
 
@@ -427,121 +454,3 @@ def make_values(dv):
         e.loop(e.parts, [], lanes)
 
     return values
-
-
-# ---- layout "rows" --------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def make_load_row(n):
-    """Emitted (src, scale, dst): n f32, scaled, to padded(n)."""
-
-    @emitted("src scale dst")
-    def load_row(e, src, scale, dst):
-        factor = e.splat_f32(scale)
-        for i in range(0, n, 16):
-            e.store(dst, e.fmul(load_values(e, "F32", src, 4 * i, n - i), factor), 4 * i)
-
-    return load_row
-
-
-@functools.cache
-def make_store_row(n):
-    """Emitted (src, dst): n f32 of padded(n)."""
-
-    @emitted("src dst")
-    def store_row(e, src, dst):
-        for i in range(0, n, 16):
-            if n - i >= 16:
-                e.store(dst, e.load_f32(src, 4 * i), 4 * i)
-            else:
-                e.store_first(dst, e.load_f32(src, 4 * i), e.i64(n - i), 4 * i)
-
-    return store_row
-
-
-def _row_scores(e, dk, kind, group, q, k, stride, sums):
-    """Scores of 16 K rows for `group` queries: four rows at a time, partly summed, to `sums`; then the last two folds."""
-    n = padded(dk)
-
-    def four(i):
-        kr = e.add(k, e.mul(e.mul(i, 4), stride))
-        halves = []
-        for r in range(0, 4, 2):
-            pair = []
-            for row in (kr if r == 0 else e.add(kr, e.mul(stride, r)), e.add(kr, e.mul(stride, r + 1))):
-                acc = [None] * group
-                for d in range(0, n, 16):
-                    x = load_values(e, kind, row, d * BYTES[kind], dk - d)
-                    for g in range(group):
-                        y = e.load_f32(q, 4 * (g * n + d))
-                        acc[g] = e.fmul(x, y) if d == 0 else e.fma(x, y, acc[g])
-                pair.append([join(e, a) for a in acc])
-            halves.append([fold(e, x, y, FOLDS[0]) for x, y in zip(*pair, strict=True)])
-        for g, (x, y) in enumerate(zip(*halves, strict=True)):
-            e.store(e.add(sums, e.mul(i, 64 * group)), split(e, fold(e, x, y, FOLDS[1])), 64 * g)
-
-    e.loop(4, [], four)
-    out = []
-    for g in range(group):
-        t = [join(e, e.load_f32(sums, 64 * (i * group + g))) for i in range(4)]
-        t = fold(e, fold(e, t[0], t[1], FOLDS[2]), fold(e, t[2], t[3], FOLDS[2]), FOLDS[3])
-        out.append(split(e, shuffle(e, t, t, ROW_ORDER)))
-    return out
-
-
-def _row_values(e, dv, kind, group, v, stride, states, corr, weights):
-    """o = o * corr, then the 16 V rows times the weights, for `group` heads."""
-    limit = 16 if e.level == "avx512" else 8  # sums in registers
-
-    def block(i, n, count=16):
-        """n vectors from vector i on."""
-        at = [e.add(s, e.mul(i, 64)) for s in states]
-        sums = [[e.fmul(e.load_f32(a, HEAD + 64 * j), c) for j in range(n)] for a, c in zip(at, corr, strict=True)]
-        vi = e.add(v, e.mul(i, 16 * BYTES[kind]))
-        for r in range(16):
-            row = vi if r == 0 else e.add(vi, e.mul(stride, r))
-            for j in range(n):
-                x = load_values(e, kind, row, 16 * j * BYTES[kind], count)
-                for g in range(group):
-                    sums[g][j] = e.fma(x, e.splat_f32(weights, 64 * g + 4 * r), sums[g][j])
-        for a, values in zip(at, sums, strict=True):
-            for j, x in enumerate(values):
-                e.store(a, x, HEAD + 64 * j)
-
-    full = dv // 16
-    n = max([j for j in range(1, full + 1) if full % j == 0 and j * group * e.parts <= limit], default=1)
-    e.loop(full, [], lambda i: block(i, n), step=n)
-    if dv % 16:
-        block(e.i64(full), 1, dv % 16)
-
-
-@functools.cache
-def make_row_tile(dk, dv, k_kind, v_kind, group, softcap):
-    """Emitted (q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch): one tile for `group` heads.
-
-    q is [group][padded(dk)]; masks is a table of `group` addresses of f16 rows, read at an offset of bytes; slopes are
-    `group` f32; scratch takes 320 * group bytes.
-    """
-    nbytes = HEAD + 4 * padded(dv)
-
-    @emitted("q k k_stride v v_stride masks offset slopes cap state scratch")
-    def row_tile(e, q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch):
-        scores = _row_scores(e, dk, k_kind, group, q, k, k_stride, e.add(scratch, 64 * group))
-        states, corr = [e.add(state, g * nbytes) for g in range(group)], []
-        for g, s in enumerate(scores):
-            if softcap:
-                s = capped(e, s, e.splat_f32(cap))
-            s = join(e, e.fma(e.load_f16(_row(e, masks, g), offset), e.splat_f32(slopes, 4 * g), s))
-            top = split(e, across(e, s, lambda x, y: e.fmax([x], [y])[0]))
-            old = e.load_f32(states[g])
-            top = e.fmax(old, top)
-            c, w = exp2(e, e.fsub(old, top)), exp2(e, e.fsub(split(e, s), top))
-            total = split(e, across(e, join(e, w), e.b.fadd))
-            e.store(states[g], top)
-            e.store(states[g], e.fma(e.load_f32(states[g], 64), c, total), 64)
-            e.store(scratch, w, 64 * g)
-            corr.append(c)
-        _row_values(e, dv, v_kind, group, v, v_stride, states, corr, scratch)
-
-    return row_tile

@@ -1,7 +1,7 @@
 """Attention of many queries: one lane is one query, K and V are converted once a tile for all heads of a KV head.
 
-A set is 16 lanes. The queries of an item are in tiles of 16; in a tile of m queries the lanes of its sets are the m queries
-of the first head, then the m of the next ...: with 16 queries a set is a head, with fewer the heads lie side by side.
+A set is 16 lanes. The queries of an item are in tiles of 16; in a tile of m queries the lanes of its sets are the m
+queries of the first head, then the m of the next ...: with 16 a set is a head, with fewer the heads lie side by side.
 """
 
 import functools
@@ -73,7 +73,11 @@ def _lane(e, frame, x, s, lane):
     pair = e.add(e.mul(e.sub(s, e.mul(tile, x.group)), LANES), lane)
     is_real = less(e, pair, e.mul(m, x.group))  # m <= 0 in a tile without queries
     pair, m = choose(e, is_real, pair, 0), choose(e, is_real, m, 1)
-    return choose(e, is_real, e.add(first, rem(e, pair, m)), choose(e, less(e, first, frame["n"]), first, 0)), div(e, pair, m), is_real
+    return (
+        choose(e, is_real, e.add(first, rem(e, pair, m)), choose(e, less(e, first, frame["n"]), first, 0)),
+        div(e, pair, m),
+        is_real,
+    )
 
 
 def _is_used(e, frame, x, s):
@@ -87,10 +91,9 @@ def _loop_sets(e, frame, x, body):
 
 
 def _begin(e, frame, arguments, x, softcap):
-    for name, value in zip(frames.ARGUMENTS, arguments, strict=True):
-        frame[name] = value
+    frames.set_arguments(frame, arguments)
     items = e.mul(_n_blocks(e, frame, x), e.mul(frame.ne("k", 2), frame.ne("q", 3)))
-    frames.set_frame(e, frame, arguments, items, x.states, x.size)
+    frames.set_frame(e, frame, items, x.states, x.size)
     frames.store_scales(e, frame, softcap, frame["scratch"])
     for lane in range(LANES):
         e.store_value(frame["scratch"], x.at["last_rows"] + 8 * lane, e.add(frame["scratch"], x.at["last"] + 32 * lane))
@@ -131,7 +134,11 @@ def _set_classes(e, frame, x, s):
     n_full = div(e, e.sub(end, first), TILE)
     used = choose(e, _is_used(e, frame, x, s), OPEN, CLOSED)
     rest = choose(e, _is_used(e, frame, x, s), MIXED, CLOSED)
-    e.loop(CHUNK // TILE, [], lambda t: e.store_value(e.add(classes, e.mul(t, 8)), 0, choose(e, less(e, t, n_full), used, rest)))
+    e.loop(
+        CHUNK // TILE,
+        [],
+        lambda t: e.store_value(e.add(classes, e.mul(t, 8)), 0, choose(e, less(e, t, n_full), used, rest)),
+    )
 
     def look():
         in_tile = rem(e, s, x.group)
@@ -204,7 +211,9 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
         def one(s):
             e.loop(LANES, [], lambda lane: _set_lane(e, frame, x, s, lane))
             frames.finish_slopes(e, x.area(e, frame, "slopes", s, 64))
-            load_queries(e, e.add(frame["scratch"], x.at["rows"]), frame["scratch"], x.area(e, frame, "q", s, 64 * x.nk))
+            load_queries(
+                e, e.add(frame["scratch"], x.at["rows"]), frame["scratch"], x.area(e, frame, "q", s, 64 * x.nk)
+            )
             tiles.reset.function(e, x.area(e, frame, "totals", s, x.state), e.i64(x.nv))
 
         _loop_sets(e, frame, x, one)
@@ -311,7 +320,9 @@ def make_merge(dk, dv, group):
 
             def merge_set():
                 n = e.i64(x.nv)
-                e.loop(splits, [], lambda c: tiles.merge.function(e, total, e.add(total, e.mul(c, x.states)), n), start=1)
+                e.loop(
+                    splits, [], lambda c: tiles.merge.function(e, total, e.add(total, e.mul(c, x.states)), n), start=1
+                )
                 sinks = e.add(frame["scratch"], x.at["sinks"])
 
                 def lane(j):

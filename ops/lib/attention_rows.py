@@ -1,6 +1,6 @@
 """Attention of a few queries: one lane is one element of a head, K and V are read as they lie.
 
-A block is one query of up to HEADS heads that share a KV head; all blocks of an item go over a tile of K and V together.
+A block is one query of up to HEADS heads of a KV head; all blocks of an item go over a tile of K and V together.
 """
 
 import functools
@@ -16,6 +16,133 @@ ir = lazy_module("llvmlite.ir")
 emit = lazy_module("ggjit.ops.lib.emit")
 
 HEADS = 4
+
+
+# ---- one tile -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def make_load_row(n):
+    """Emitted (src, scale, dst): n f32, scaled, to padded(n)."""
+
+    @emitted("src scale dst")
+    def load_row(e, src, scale, dst):
+        factor = e.splat_f32(scale)
+        for i in range(0, n, 16):
+            e.store(dst, e.fmul(tiles.load_values(e, "F32", src, 4 * i, n - i), factor), 4 * i)
+
+    return load_row
+
+
+@functools.cache
+def make_store_row(n):
+    """Emitted (src, dst): n f32 of padded(n)."""
+
+    @emitted("src dst")
+    def store_row(e, src, dst):
+        for i in range(0, n, 16):
+            if n - i >= 16:
+                e.store(dst, e.load_f32(src, 4 * i), 4 * i)
+            else:
+                e.store_first(dst, e.load_f32(src, 4 * i), e.i64(n - i), 4 * i)
+
+    return store_row
+
+
+def _row_scores(e, dk, kind, group, q, k, stride, sums):
+    """Scores of 16 K rows for `group` queries: four rows at a time, half folded, to `sums`; then the other folds."""
+    n = padded(dk)
+    query = lambda g, d: e.load_f32(q, 4 * (g * n + d))  # noqa: E731
+    if e.level == "avx512" and group * n <= 256:  # in registers for all rows
+        loaded = {(g, d): query(g, d) for g in range(group) for d in range(0, n, 16)}
+        query = lambda g, d: loaded[g, d]  # noqa: E731
+
+    def four(i):
+        kr = e.add(k, e.mul(e.mul(i, 4), stride))
+        halves = []
+        for r in range(0, 4, 2):
+            pair = []
+            for row in (kr if r == 0 else e.add(kr, e.mul(stride, r)), e.add(kr, e.mul(stride, r + 1))):
+                acc = [None] * group
+                for d in range(0, n, 16):
+                    x = tiles.load_values(e, kind, row, d * BYTES[kind], dk - d)
+                    for g in range(group):
+                        y = query(g, d)
+                        acc[g] = e.fmul(x, y) if d == 0 else e.fma(x, y, acc[g])
+                pair.append([tiles.join(e, a) for a in acc])
+            halves.append([tiles.fold(e, x, y, tiles.FOLDS[0]) for x, y in zip(*pair, strict=True)])
+        for g, (x, y) in enumerate(zip(*halves, strict=True)):
+            e.store(e.add(sums, e.mul(i, 64 * group)), tiles.split(e, tiles.fold(e, x, y, tiles.FOLDS[1])), 64 * g)
+
+    e.loop(4, [], four)
+    out = []
+    for g in range(group):
+        t = [tiles.join(e, e.load_f32(sums, 64 * (i * group + g))) for i in range(4)]
+        t = tiles.fold(
+            e, tiles.fold(e, t[0], t[1], tiles.FOLDS[2]), tiles.fold(e, t[2], t[3], tiles.FOLDS[2]), tiles.FOLDS[3]
+        )
+        out.append(tiles.split(e, tiles.shuffle(e, t, t, tiles.ROW_ORDER)))
+    return out
+
+
+def _row_values(e, dv, kind, group, v, stride, states, corr, weights):
+    """o = o * corr, then the 16 V rows times the weights, for `group` heads."""
+    limit = 16 if e.level == "avx512" else 8  # sums in registers
+
+    def block(i, n, count=16):
+        """n vectors from vector i on."""
+        at = [e.add(s, e.mul(i, 64)) for s in states]
+        sums = [[e.fmul(e.load_f32(a, HEAD + 64 * j), c) for j in range(n)] for a, c in zip(at, corr, strict=True)]
+        vi = e.add(v, e.mul(i, 16 * BYTES[kind]))
+        for r in range(16):
+            row = vi if r == 0 else e.add(vi, e.mul(stride, r))
+            for j in range(n):
+                x = tiles.load_values(e, kind, row, 16 * j * BYTES[kind], count)
+                for g in range(group):
+                    sums[g][j] = e.fma(x, e.splat_f32(weights, 64 * g + 4 * r), sums[g][j])
+        for a, values in zip(at, sums, strict=True):
+            for j, x in enumerate(values):
+                e.store(a, x, HEAD + 64 * j)
+
+    full = dv // 16
+    n = max([j for j in range(1, full + 1) if full % j == 0 and j * group * e.parts <= limit], default=1)
+    e.loop(full, [], lambda i: block(i, n), step=n)
+    if dv % 16:
+        block(e.i64(full), 1, dv % 16)
+
+
+@functools.cache
+def make_row_tile(dk, dv, k_kind, v_kind, group, softcap):
+    """Emitted (q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch): one tile for `group` heads.
+
+    q is [group][padded(dk)]; masks is a table of `group` addresses of f16 rows, read at an offset of bytes; slopes are
+    `group` f32; scratch takes 320 * group bytes.
+    """
+    nbytes = HEAD + 4 * padded(dv)
+
+    @emitted("q k k_stride v v_stride masks offset slopes cap state scratch")
+    def row_tile(e, q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch):
+        scores = _row_scores(e, dk, k_kind, group, q, k, k_stride, e.add(scratch, 64 * group))
+        states, corr = [e.add(state, g * nbytes) for g in range(group)], []
+        for g, s in enumerate(scores):
+            if softcap:
+                s = tiles.capped(e, s, e.splat_f32(cap))
+            s = tiles.join(e, e.fma(e.load_f16(tiles.row_at(e, masks, g), offset), e.splat_f32(slopes, 4 * g), s))
+            top = tiles.split(e, tiles.across(e, s, lambda x, y: e.fmax([x], [y])[0]))
+            old = e.load_f32(states[g])
+            top = e.fmax(old, top)
+            c, w = tiles.exp2(e, e.fsub(old, top)), tiles.exp2(e, e.fsub(tiles.split(e, s), top))
+            total = tiles.split(e, tiles.across(e, tiles.join(e, w), e.b.fadd))
+            e.store(states[g], top)
+            e.store(states[g], e.fma(e.load_f32(states[g], 64), c, total), 64)
+            e.store(scratch, w, 64 * g)
+            corr.append(c)
+        _row_values(e, dv, v_kind, group, v, v_stride, states, corr, scratch)
+
+    return row_tile
+
+
+# ---- the kernel -----------------------------------------------------------------------------------------------------
 
 
 class Layout:
@@ -78,12 +205,11 @@ def _real_heads(e, x, b):
 
 
 def _begin(e, frame, arguments, x, softcap):
-    for name, value in zip(frames.ARGUMENTS, arguments, strict=True):
-        frame[name] = value
+    frames.set_arguments(frame, arguments)
     per_item = e.mul(frame.ne("q", 1), x.n_blocks)
     items = e.mul(frame.ne("k", 2), frame.ne("q", 3))
     size = e.add(x.fixed_size, e.mul(per_item, x.own_size))
-    frames.set_frame(e, frame, arguments, items, e.mul(per_item, x.states), size)
+    frames.set_frame(e, frame, items, e.mul(per_item, x.states), size)
     frames.store_scales(e, frame, softcap, frame["scratch"])
     e.store(e.add(frame["scratch"], x.fixed["zeros"]), e.zero_i32())
 
@@ -115,7 +241,11 @@ def _set_block(e, frame, x, load_row, b, area):
 
     e.loop(x.block, [], lambda g: head(g) or [])
     frames.finish_slopes(e, e.add(area, x.own["slopes"]))
-    e.loop(x.block, [], lambda g: tiles.reset.function(e, e.add(area, e.add(x.own["totals"], e.mul(g, x.state))), e.i64(x.nv // 16)))
+    e.loop(
+        x.block,
+        [],
+        lambda g: tiles.reset.function(e, e.add(area, e.add(x.own["totals"], e.mul(g, x.state))), e.i64(x.nv // 16)),
+    )
 
 
 def _check_block(e, frame, x, kv, area):
@@ -138,7 +268,7 @@ def _check_block(e, frame, x, kv, area):
 
 
 def _find_rows(e, frame, x, name, kind, n, kv, n_rows):
-    """Address and stride of a tile's 16 rows of K or V: in the cache, or in scratch where those are not as they must be."""
+    """Address and stride of a tile's 16 rows of K or V: in the cache, or in scratch where those cannot be used."""
     at = e.add(frame["scratch"], x.fixed[name])
     if kind not in BYTES:
         return at, e.i64(4 * padded(n))
@@ -153,9 +283,9 @@ def _find_rows(e, frame, x, name, kind, n, kv, n_rows):
 def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
     """The emitted pieces of the kernel, in the driver's order."""
     shape = dk, dv, group
-    load_row, store_row = tiles.make_load_row(dk).function, tiles.make_store_row(dv).function
+    load_row, store_row = make_load_row(dk).function, make_store_row(dv).function
     plain = [kind if kind in BYTES else "F32" for kind in (k_kind, v_kind)]
-    row_tile = tiles.make_row_tile(dk, dv, *plain, Layout(*shape).block, softcap).function
+    row_tile = make_row_tile(dk, dv, *plain, Layout(*shape).block, softcap).function
 
     def begin(e, frame, arguments):
         _begin(e, Frame(e, frame), arguments, Layout(*shape), softcap)
@@ -250,7 +380,7 @@ def make_kernel(dk, dv, k_kind, v_kind, group, softcap):
 def make_merge(dk, dv, group):
     """Second kernel where items are split: merge the chunks in order, divide, store."""
     shape = dk, dv, group
-    store_row = tiles.make_store_row(dv).function
+    store_row = make_store_row(dv).function
 
     def merge_rows(e, frame, arguments):
         x, frame = Layout(*shape), Frame(e, frame)
@@ -266,7 +396,9 @@ def make_merge(dk, dv, group):
             def head(g):
                 total = e.add(first, e.mul(g, x.state))
                 n = e.i64(x.nv // 16)
-                e.loop(splits, [], lambda c: tiles.merge.function(e, total, e.add(total, e.mul(c, per_chunk)), n), start=1)
+                e.loop(
+                    splits, [], lambda c: tiles.merge.function(e, total, e.add(total, e.mul(c, per_chunk)), n), start=1
+                )
                 h, out = _result(e, frame, x, b, g, div(e, item, heads), rem(e, item, heads))
                 frames.store_sink(e, frame, h, sink, 16)
                 tiles.finish.function(e, total, sink, n)
