@@ -107,7 +107,8 @@ def test_cases_of_ggml(reference):
 
 @pytest.mark.parametrize(
     ("name", "limit"), [("F32", 1e-10), ("F16", 1e-6), ("BF16", 1e-5), ("Q8_0", 1e-4), ("Q4_1", 1e-4)]
-) @ pytest.mark.parametrize("n", [1, 5, 40])
+)
+@pytest.mark.parametrize("n", [1, 5, 40])
 def test_precision(name, limit, n):
     """Against float64 with the weights as they are stored."""
     a, b = leaf(name, 512, 70), leaf("F32", 512, n, seed=1)
