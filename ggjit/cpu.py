@@ -1,8 +1,8 @@
 """The CPU that code is compiled for: its level, and LLVM's name and feature list.
 
-Three levels on x86-64: "avx512" (AVX-512 F/BW/VL/DQ and VNNI), "avx2" (AVX2, FMA, F16C), and "sse2", the portable level, which
-uses no instruction that only some machines have. AArch64 has one level, "neon", with the portable code. The
-environment variable GGJIT_CPU chooses a lower level than the machine's.
+Three levels on x86-64: "avx512" (AVX-512 F/BW/VL/DQ and VNNI), "avx2" (AVX2, FMA, F16C), and "sse2", the portable
+level, which uses no instruction that only some machines have. AArch64 has one level, "neon", with the portable code.
+The environment variable GGJIT_CPU chooses a lower level than the machine's.
 """
 
 from __future__ import annotations

@@ -33,7 +33,20 @@ import numpy as np
 from ggjit import kernel_cache, object_code
 from ggjit.cpu import cpu_level
 
-__all__ = ["Intrinsic", "Jitted", "Kernel", "Words", "compile_all", "cpu_level", "intrinsic", "jitted", "kernel", "lazy_module", "words"]  # fmt: skip
+__all__ = [
+    "Intrinsic",
+    "Jitted",
+    "Kernel",
+    "Words",
+    "compile_all",
+    "compile_seconds",
+    "cpu_level",
+    "intrinsic",
+    "jitted",
+    "kernel",
+    "lazy_module",
+    "words",
+]
 
 _lock = threading.RLock()  # held while kernels compile
 _helper_lock = threading.RLock()  # never held while anything compiles: Numba asks for helpers under its own lock
@@ -86,11 +99,12 @@ class Jitted(_Helper):
             return self._dispatcher
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function, compiled by Numba's dispatcher."""
         return self.njit(*args)
 
 
 class Intrinsic(_Helper):
-    """A helper that emits LLVM IR: `function(typingctx, *argument_types) -> (signature, codegen)`, run at compile time."""
+    """A helper that emits LLVM IR: `function(typingctx, *types) -> (signature, codegen)`, run at compile time."""
 
     def _make(self) -> Any:
         from ggjit import numba_entry
@@ -167,6 +181,7 @@ class Words(Compiled):
         return self._call
 
     def __call__(self, *args: int) -> int:
+        """Call the C function."""
         return int(self.c_function(*args))
 
 
@@ -175,9 +190,9 @@ class Kernel(Compiled):
 
     kernel(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, ..., op_params, work, ith, nth)
 
-    Buffers are uint8[::1], ne and nb int64[4], op_params int32[16]. The C entry is `int64 entry(int64 header, int64 task,
-    int64 ith, int64 nth)`: header is the address of a tensor's record, task that of the work buffer's address and size. It
-    returns 0, or (position << 4) | (source index + 1) for an index out of range.
+    Buffers are uint8[::1], ne and nb int64[4], op_params int32[16]. The C entry is `int64 entry(int64 header, int64
+    task, int64 ith, int64 nth)`: header is the address of a tensor's record, task that of the work buffer's address and
+    size. It returns 0, or (position << 4) | (source index + 1) for an index out of range.
     """
 
     kind = "kernel"
@@ -277,7 +292,7 @@ def _call_entry(kernel: Kernel, entry: Any, args: Sequence[Any]) -> int:
     return int(entry(base, base + 336 * n, ith, nth))
 
 
-# --- decorators -----------------------------------------------------------------------------------------------------------
+# --- decorators -------------------------------------------------------------------------------------------------------
 
 
 @overload
@@ -327,7 +342,7 @@ def lazy_module(name: str) -> Any:
     return sys.modules.get(name) or _LazyModule(name)
 
 
-# --- compiling -------------------------------------------------------------------------------------------------------------
+# --- compiling --------------------------------------------------------------------------------------------------------
 
 
 class _Progress:

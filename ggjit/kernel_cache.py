@@ -2,16 +2,17 @@
 
 A key changes when, and only when, what the kernel is made of changes: its code, that of every function it reaches over
 files and closures, the project modules it names (those of ops/lib with all that they name in turn), captured constants,
-the compiler's own source, the versions of Numba, llvmlite and Python, and the CPU. No line numbers, no file names, no dates.
-Computing a key does not import Numba.
+the compiler's own source, the versions of Numba, llvmlite and Python, and the CPU. No line numbers, no file names, no
+dates. Computing a key does not import Numba.
 
 The folder is GGJIT_CACHE_DIR, else the user's cache directory; when neither can be written, a private folder in the
-temporary directory, else none. Files are written whole and renamed, so that processes may share the folder. Each ends in a
-checksum: a damaged file is compiled again. The oldest go first when the files exceed a limit.
+temporary directory, else none. Files are written whole and renamed, so that processes may share the folder. Each ends
+in a checksum: a damaged file is compiled again. The oldest go first when the files exceed a limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
@@ -38,7 +39,7 @@ _OPS_NAME = re.compile(r"ggjit\.ops(?:\.\w+)+")
 _FROM_OPS = re.compile(r"from (ggjit\.ops(?:\.\w+)*) import (\([^)]*\)|[^\n(]+)")
 
 
-# --- keys ---------------------------------------------------------------------------------------------------------------
+# --- keys -------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -255,11 +256,11 @@ def kernel_key(function: Callable[..., Any], kind: str) -> tuple[str, bool]:
     return hashlib.sha256(repr((kind, _compiler(), walk.parts)).encode()).hexdigest()[:32], walk.uses_counter
 
 
-# --- the folder ---------------------------------------------------------------------------------------------------------
+# --- the folder -------------------------------------------------------------------------------------------------------
 
 
 def _usable(folder: Path, private: bool = False) -> bool:
-    """Whether files can be made in the folder (made if missing); a private one must be the user's own and no one else's."""
+    """Whether files can be made in the folder (made if missing); a private one must be the user's alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if private and hasattr(os, "getuid"):
@@ -322,10 +323,8 @@ def load(key: str) -> bytes | None:
             continue
         code, digest = data[len(_MAGIC) : -32], data[-32:]
         if data.startswith(_MAGIC) and hashlib.sha256(key.encode() + code).digest() == digest:
-            try:
+            with contextlib.suppress(OSError):
                 os.utime(path)  # the oldest are removed first
-            except OSError:
-                pass
             return code
     return None
 
@@ -343,10 +342,8 @@ def store(key: str, code: bytes) -> None:
         os.replace(temporary, place / f"{key}.o")
     except OSError:
         if temporary is not None:
-            try:
+            with contextlib.suppress(OSError):
                 os.unlink(temporary)
-            except OSError:
-                pass
 
 
 def trim(limit: int = LIMIT) -> None:

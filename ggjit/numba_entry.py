@@ -1,9 +1,9 @@
 """From a Python function to object code: the only file that uses Numba's internals. Imported when something compiles.
 
-Numba types and lowers a function to LLVM IR; from there on the code is ours: one LLVM module per kernel holds the native
-function, the helpers it reaches and a C entry; everything but the entry is made internal, optimised once for the CPU
-level and emitted as an object that needs neither Numba nor Python. Helpers are never turned into machine code of their
-own. Why not a @cfunc: its wrapper reports exceptions through Python, so its object needs the interpreter.
+Numba types and lowers a function to LLVM IR; from there on the code is ours: one LLVM module per kernel holds the
+native function, the helpers it reaches and a C entry; everything but the entry is made internal, optimised once for the
+CPU level and emitted as an object that needs neither Numba nor Python. Helpers are never turned into machine code of
+their own. Why not a @cfunc: its wrapper reports exceptions through Python, so its object needs the interpreter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RECORD_SIZE, NE_AT, NB_AT, PARAMS_AT, SRC_AT, DATA_AT = 336, 16, 48, 84, 152, 24
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 
 
-# --- Numba's compiler, ending at LLVM IR -------------------------------------------------------------------------------
+# --- Numba's compiler, ending at LLVM IR ------------------------------------------------------------------------------
 
 
 class _Library(codegen.CPUCodeLibrary):
@@ -108,7 +108,7 @@ class _Context(numba_cpu.CPUContext):
         """Numba would link its reference counting here; code that allocates is refused instead."""
 
     def get_function(self, fn: Any, sig: Any, _firstcall: bool = True) -> Any:
-        """What Numba implements in Python (`int`, parts of NumPy) is compiled in its own context; it is linked from there."""
+        """What Numba implements in Python (`int`, much of NumPy) is compiled in its own context, linked from there."""
         try:
             return super().get_function(fn, sig, _firstcall)
         except NotImplementedError as missing:
@@ -165,7 +165,8 @@ def python_dispatcher(function: Callable[..., Any], options: dict[str, Any]) -> 
     """Numba's ordinary dispatcher, callable from Python."""
     if os.environ.get("GGJIT_CPU") and (config.CPU_NAME, config.CPU_FEATURES) != cpu.target():
         raise RuntimeError(
-            f"{function.__name__}: with GGJIT_CPU set, ggjit must be imported and used before numba is, got numba imported first"
+            f"{function.__name__}: with GGJIT_CPU set, ggjit must be imported and used before numba is, "
+            "got numba imported first"
         )
     options = {k: v for k, v in _OPTIONS.items() if k not in ("nopython", "_nrt")} | options
     return numba.njit(**options)(function)
@@ -176,7 +177,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
     return types.Function(make_intrinsic_template(function, function, function.__name__))
 
 
-# --- C entries ----------------------------------------------------------------------------------------------------------
+# --- C entries --------------------------------------------------------------------------------------------------------
 
 
 def _compile(function: Callable[..., Any], arguments: tuple[Any, ...], return_type: Any = None) -> Any:

@@ -7,6 +7,7 @@ the linker by address.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import functools
@@ -19,13 +20,11 @@ from ggjit import cpu
 
 # What code may call outside itself: what LLVM makes of memory intrinsics, and scalar functions of the C library.
 MEMORY = ("memcpy", "memmove", "memset", "memcmp")
-MATHS = tuple(
-    name + suffix
-    for name in ("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "exp", "exp2", "expm1", "log",
-                 "log2", "log10", "log1p", "pow", "fmod", "erf", "erfc", "cbrt", "floor", "ceil", "trunc", "rint", "round",
-                 "roundeven", "nearbyint", "fma", "ldexp", "hypot")
-    for suffix in ("", "f")
-)  # fmt: skip
+_MATHS = """
+    sin cos tan asin acos atan atan2 sinh cosh tanh exp exp2 expm1 log log2 log10 log1p pow fmod erf erfc cbrt hypot
+    floor ceil trunc rint round roundeven nearbyint fma ldexp
+"""
+MATHS = tuple(name + suffix for name in _MATHS.split() for suffix in ("", "f"))
 ALLOWED = frozenset(MEMORY + MATHS)
 
 
@@ -118,10 +117,8 @@ def _c_libraries() -> tuple[Any, ...]:
         return ctypes.CDLL("ucrtbase"), ctypes.CDLL("msvcrt")
     libm = ctypes.util.find_library("m") if sys.platform != "linux" else "libm.so.6"
     libraries = [ctypes.CDLL(None)]
-    try:
+    with contextlib.suppress(OSError):  # other names (musl): the C library has the functions itself
         libraries.append(ctypes.CDLL(libm))
-    except OSError:  # other names (musl): the C library has the functions itself
-        pass
     return tuple(libraries)
 
 

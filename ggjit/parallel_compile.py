@@ -1,9 +1,9 @@
 """Compile kernels in several processes: Numba's frontend holds one lock, so that threads do not help.
 
-Children are forked after Numba has been imported, so they start at once and see every kernel, factories' too. Each takes
-the next kernel's number from a pipe, compiles it and stores the object in the cache on disk; the parent takes part. What a
-child could not do (an error, a kill) the parent does itself afterwards, so errors are raised in one place. Only a process
-without other threads forks.
+Children are forked after Numba has been imported, so they start at once and see every kernel, factories' too. Each
+takes the next kernel's number from a pipe, compiles it and stores the object in the cache on disk; the parent takes
+part. What a child could not do (an error, a kill) the parent does itself afterwards, so errors are raised in one place.
+Only a process without other threads forks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The packed program and the compiled loop that runs it: no Python between steps.
 
-A program is rows of four int64: the address of a kernel's C entry, of the record it computes, of its task (address and size
-of its scratch), and flags. All threads walk the rows together; after a row with BARRIER they meet. The last thread to
-arrive decides for all whether to go on, so that a kernel that fails, or an abort, stops all at the same barrier, and
+A program is rows of four int64: the address of a kernel's C entry, of the record it computes, of its task (address and
+size of its scratch), and flags. All threads walk the rows together; after a row with BARRIER they meet. The last thread
+to arrive decides for all whether to go on, so that a kernel that fails, or an abort, stops all at the same barrier, and
 zeroes the chunk counter (the first word of the scratch) for a next row with COUNTER.
 """
 
@@ -48,7 +48,7 @@ class Aborted(RuntimeError):
     """The program was stopped by `Pool.abort` before its end."""
 
 
-# --- compiled ---------------------------------------------------------------------------------------------------------------
+# --- compiled ---------------------------------------------------------------------------------------------------------
 
 
 @jitted
@@ -203,7 +203,7 @@ def ns_per_tick() -> float:
     return (time.perf_counter_ns() - start) / (read_ticks(0) - begin)
 
 
-# --- Python -----------------------------------------------------------------------------------------------------------------
+# --- Python -----------------------------------------------------------------------------------------------------------
 
 
 class Program:

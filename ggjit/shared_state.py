@@ -1,11 +1,11 @@
-"""What the threads of a pool share: a block of int64 words, atomic operations on them, and waiting for a word to change.
+"""What the threads of a pool share: a block of int64 words, atomic operations, waiting for a word to change.
 
 Compiled code knows the operating system only by function addresses in the state, so that it has no symbol to link and
 the same code serves every system. Words that are written while a program runs have a cache line each.
 
 A wait spins for a bounded time (a time, not a count: one pause takes 1 to 60 ns), then sleeps in the kernel: a futex on
-Linux, WaitOnAddress on Windows, os_sync_wait_on_address on macOS, else usleep. Spinning alone collapses with more threads than
-cores; yielding gives a busy process beside us its whole time slice.
+Linux, WaitOnAddress on Windows, os_sync_wait_on_address on macOS, else usleep. Spinning alone collapses with more
+threads than cores; yielding gives a busy process beside us its whole time slice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def new_state(n_threads: int) -> NDArray[np.int64]:
 
 
 def wait_functions(kind: int | None = None) -> tuple[int, int, int, int]:
-    """Return the kind of waiting this system offers, the addresses of its functions, and the number of the system call."""
+    """Return how this system waits: the kind, addresses of the functions, number of the system call."""
 
     def address(library: Any, name: str) -> int:
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
@@ -77,7 +77,7 @@ def wait_functions(kind: int | None = None) -> tuple[int, int, int, int]:
     return NO_WAIT, address(ctypes.CDLL(None), "usleep"), 0, 0
 
 
-# --- words by address -----------------------------------------------------------------------------------------------------
+# --- words by address -------------------------------------------------------------------------------------------------
 
 
 def _word(b: Any, address: Any) -> Any:
@@ -147,7 +147,7 @@ def call_entry(typingctx, entry, header, task, ith, nth):  # type: ignore[no-unt
     return types.int64(*[types.int64] * 5), codegen
 
 
-# --- time and the system ------------------------------------------------------------------------------------------------------
+# --- time and the system ----------------------------------------------------------------------------------------------
 
 
 @intrinsic

@@ -1,23 +1,23 @@
 """Worker threads that run programs, and how many there should be.
 
-Workers are daemon Python threads that stay inside one compiled function with the GIL released. An idle worker spins half a
-millisecond, then sleeps in the kernel; a program therefore starts and ends even while another Python thread holds the
-GIL. On systems without a way to sleep on an address an idle worker returns to Python and waits on a lock.
+Workers are daemon Python threads that stay inside one compiled function with the GIL released. An idle worker spins
+half a millisecond, then sleeps in the kernel; a program therefore starts and ends even while another Python thread
+holds the GIL. On systems without a way to sleep on an address an idle worker returns to Python and waits on a lock.
 
-A pool runs one program at a time; `get_pool(n)` gives the process's pool of n threads. In a forked child the pools start
-anew.
+A pool runs one program at a time; `get_pool(n)` gives the process's pool of n threads. In a forked child the pools
+start anew.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ggjit import program
 from ggjit import shared_state as shared
@@ -105,7 +105,7 @@ class Pool:
         for thread in self._threads:
             thread.start()
 
-    def _serve(self, state_words: np.ndarray, ith: int) -> None:  # type: ignore[type-arg]
+    def _serve(self, state_words: NDArray[np.int64], ith: int) -> None:
         state, job = state_words.ctypes.data, 0
         while (job := self._worker(state, ith, job)) != _STOP:
             with self._parking:  # a job is published before `_parked` is looked at, so none is missed
@@ -177,7 +177,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# --- how many threads ------------------------------------------------------------------------------------------------------
+# --- how many threads -------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> str:
@@ -229,7 +229,7 @@ def threads_found(root: Path = Path("/")) -> tuple[int, str]:
         if not asked.isdigit() or not 1 <= int(asked) <= MAX_THREADS:
             raise ValueError(f"GGJIT_NUM_THREADS: must be 1 to {MAX_THREADS}, got {asked!r}")
         return int(asked), "GGJIT_NUM_THREADS"
-    if sys.platform == "linux":
+    if hasattr(os, "sched_getaffinity"):
         cpus = os.sched_getaffinity(0)
         found = [(len(cpus), f"{len(cpus)} CPUs may be used")]
         cores, limit = _physical_cores(root, cpus), _cgroup_limit(root)

@@ -14,8 +14,20 @@ from ggjit.cpu import LEVELS, cpu_level
 from ggjit.jit import kernel
 from ggjit.ops.lib import atomics, memory
 
+TESTS = str(Path(__file__).parent)
 TAIL = (np.zeros(16, np.int32), np.zeros(64, np.uint8), 0, 1)
-DTYPES = {"F32": "f4", "F64": "f8", "F16": "f2", "I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "U8": "u1", "U16": "u2", "U32": "u4"}
+DTYPES = {
+    "F32": "f4",
+    "F64": "f8",
+    "F16": "f2",
+    "I8": "i1",
+    "I16": "i2",
+    "I32": "i4",
+    "I64": "i8",
+    "U8": "u1",
+    "U16": "u2",
+    "U32": "u4",
+}
 
 
 def arg(x):
@@ -104,9 +116,11 @@ def test_halves_at_every_level(level):
     if level == cpu_level():
         check_halves()
         return
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_memory; test_memory.check_halves()"
+    script = f"import sys; sys.path.insert(0, {TESTS!r}); import test_memory; test_memory.check_halves()"
     root = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", script], cwd=root, env={**os.environ, "GGJIT_CPU": level}, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=root, env={**os.environ, "GGJIT_CPU": level}, check=True, timeout=120
+    )
 
 
 def test_address_and_bits():

@@ -13,8 +13,8 @@ import pytest
 
 from ggjit import program as program_module
 from ggjit import threadpool
-from ggjit.jit import lazy_module
 from ggjit.jit import kernel as make_kernel
+from ggjit.jit import lazy_module
 from ggjit.object_code import undefined_symbols
 from ggjit.program import BARRIER, COUNTER, Aborted, Program
 from ggjit.threadpool import get_pool
@@ -77,7 +77,11 @@ class Build:
 
     def record(self, array, src=None, param=0):
         words = np.zeros(42, np.int64)
-        words[2:6], words[6:10], words[31] = (array.size, 1, 1, 1), (8, array.nbytes, array.nbytes, array.nbytes), array.ctypes.data
+        words[2:6], words[6:10], words[31] = (
+            (array.size, 1, 1, 1),
+            (8, array.nbytes, array.nbytes, array.nbytes),
+            array.ctypes.data,
+        )
         words[19] = 0 if src is None else src.ctypes.data
         words.view(np.int32)[21] = param
         self.keep += [array, words]
@@ -263,7 +267,21 @@ def test_nothing_allocates():
         pytest.skip("the C library does not count its memory")
 
     class Info(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in [
+                "arena",
+                "ordblks",
+                "smblks",
+                "hblks",
+                "hblkhd",
+                "usmblks",
+                "fsmblks",
+                "uordblks",
+                "fordblks",
+                "keepcost",
+            ]
+        ]
 
     mallinfo.restype = Info
     build, values = Build(), np.zeros(N, np.int64)

@@ -1,4 +1,4 @@
-"""Pools: sharing, concurrent use, more threads than cores, fork, parking in Python; how many threads there should be."""
+"""Pools: sharing, concurrent use, more threads than cores, fork, parking in Python; how many threads to use."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or (0 if good else 4))
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_a_forked_child_has_its_own_workers():
     script = FORK.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=Path(__file__).parents[1], timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=Path(__file__).parents[1], timeout=120, check=False
+    )
     assert done.returncode == 0
 
 
@@ -156,10 +158,16 @@ def machine(root, files):
 def test_threads_found_on_machines(monkeypatch, tmp_path):
     monkeypatch.delenv("GGJIT_NUM_THREADS", raising=False)
     monkeypatch.setattr(threadpool.os, "sched_getaffinity", lambda pid: set(range(8)))
-    topology = {f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 4},{i % 4 + 4}" for i in range(8)}
+    topology = {
+        f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 4},{i % 4 + 4}" for i in range(8)
+    }
     assert threads_found(machine(tmp_path / "none", {})) == (8, "8 CPUs may be used")
     assert threads_found(machine(tmp_path / "smt", topology)) == (4, "4 physical cores")
-    v2 = topology | {"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "250000 100000"}
+    v2 = topology | {
+        "proc/self/cgroup": "0::/a/b",
+        "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+        "sys/fs/cgroup/a/cpu.max": "250000 100000",
+    }
     assert threads_found(machine(tmp_path / "v2", v2)) == (2, "the control group allows 2.5 CPUs")
     v1 = {
         "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x",

@@ -1,4 +1,4 @@
-"""Vectors: loads and stores that stay inside, operators, elementary functions, and the same bits at AVX2 and AVX-512."""
+"""Vectors: loads and stores that stay inside, operators, elementary functions, same bits at AVX2 and AVX-512."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def make_expression(expression):
     """A kernel that computes an expression of x, y (f32 vectors), i, j (i32 vectors) into an f32 or i32 vector."""
     scope = {"vec": vec, "np": np}
     exec(
-        "def expression(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):\n"
+        "def expression(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work,"
+        "               ith, nth):\n"
         "    x, y = vec.load(src0, 0), vec.load(src0, 64)\n"
         "    i, j = vec.load_i32(src1, 0), vec.load_i32(src1, 64)\n"
         f"    {expression}\n",
@@ -59,8 +60,8 @@ def make_expression(expression):
 RNG = np.random.default_rng(1)
 X, Y = RNG.standard_normal((2, 16)).astype(np.float32)
 Y[3], X[5] = X[3], 0
-I, J = RNG.integers(-1000, 1000, (2, 16)).astype(np.int32)
-J[2], J[4] = I[2], 3
+IX, JX = RNG.integers(-1000, 1000, (2, 16)).astype(np.int32)
+JX[2], JX[4] = IX[2], 3
 F = np.float32
 EXPRESSIONS = {
     "vec.store(dst, 0, x + y)": X + Y,
@@ -75,11 +76,11 @@ EXPRESSIONS = {
     "vec.store(dst, 0, vec.select((x >= y) | (x != y), x, 0.0))": np.where((X >= Y) | (X != Y), X, F(0)),
     "vec.store(dst, 0, vec.select(x == y, x, 7.0))": np.where(X == Y, X, F(7)),
     "vec.store(dst, 0, vec.select(vec.first(5), x, y))": np.where(np.arange(16) < 5, X, Y),
-    "vec.store_i32(dst, 0, i + j * 3 - 1)": I + J * 3 - 1,
-    "vec.store_i32(dst, 0, (i << 2) ^ (j >> 1) & 255 | 1)": (I << 2) ^ (J >> 1) & 255 | 1,
-    "vec.store_i32(dst, 0, vec.select(i == j, i, -j))": np.where(I == J, I, -J),
-    "vec.store_i32(dst, 0, vec.select(i < j, ~i, vec.lanes()))": np.where(I < J, ~I, np.arange(16, dtype=np.int32)),
-    "vec.store(dst, 0, vec.to_f32(i) + vec.zero())": I.astype(F),
+    "vec.store_i32(dst, 0, i + j * 3 - 1)": IX + JX * 3 - 1,
+    "vec.store_i32(dst, 0, (i << 2) ^ (j >> 1) & 255 | 1)": (IX << 2) ^ (JX >> 1) & 255 | 1,
+    "vec.store_i32(dst, 0, vec.select(i == j, i, -j))": np.where(IX == JX, IX, -JX),
+    "vec.store_i32(dst, 0, vec.select(i < j, ~i, vec.lanes()))": np.where(IX < JX, ~IX, np.arange(16, dtype=np.int32)),
+    "vec.store(dst, 0, vec.to_f32(i) + vec.zero())": IX.astype(F),
     "vec.store(dst, 0, vec.splat(np.float32(2)) * vec.to_f32(vec.splat_i32(3)))": np.full(16, F(6)),
     "vec.store_i32(dst, 0, vec.round_i32(x * 2.5))": np.rint(X * F(2.5)).astype(np.int32),
     "vec.store_i32(dst, 0, vec.trunc_i32(x * 10))": (X * F(10)).astype(np.int32),
@@ -91,7 +92,9 @@ EXPRESSIONS = {
     "vec.store(dst, 0, vec.floor(x * 3) + vec.ceil(y * 3))": np.floor(X * F(3)) + np.ceil(Y * F(3)),
     "vec.store(dst, 0, vec.trunc(x * 3) + vec.rint(y * 3))": np.trunc(X * F(3)) + np.rint(Y * F(3)),
     "vec.store(dst, 0, vec.splat(vec.lane_max(x) + vec.lane_min(y)))": np.full(16, X.max() + Y.min()),
-    "vec.store_i32(dst, 0, vec.splat_i32(vec.lane_sum(i) + vec.lane_max(j)))": np.full(16, I.sum() + J.max(), np.int32),
+    "vec.store_i32(dst, 0, vec.splat_i32(vec.lane_sum(i) + vec.lane_max(j)))": np.full(
+        16, IX.sum() + JX.max(), np.int32
+    ),
     "vec.store(dst, 0, vec.splat(vec.lane(x, 3)))": np.full(16, X[3]),
     "vec.store_i32(dst, 0, vec.splat_i32(vec.any_lane(x == y) + 2 * vec.all_lanes(x == y)))": np.full(16, 1, np.int32),
 }
@@ -99,7 +102,7 @@ EXPRESSIONS = {
 
 def test_expressions():
     """All in a few kernels: compiling costs more than running."""
-    xy, ij = np.concatenate([X, Y]), np.concatenate([I, J])
+    xy, ij = np.concatenate([X, Y]), np.concatenate([IX, JX])
     expressions = list(EXPRESSIONS.items())
     text = "\n    ".join(e.replace("(dst, 0,", f"(dst, {64 * k},") for k, (e, _) in enumerate(expressions))
     out = np.zeros(16 * len(expressions), np.float32)
@@ -115,7 +118,8 @@ def test_comparisons_with_nan():
     out = np.zeros(16, np.int32)
     count = make_expression(
         "one = vec.splat_i32(1); z = vec.splat_i32(0)\n    "
-        "vec.store_i32(dst, 0, vec.select(x == x, z, one) + 2 * vec.select(x != x, one, z) + 4 * vec.select(x < 5, one, z))"
+        "vec.store_i32(dst, 0, vec.select(x == x, z, one) + 2 * vec.select(x != x, one, z)"
+        " + 4 * vec.select(x < 5, one, z))"
     )
     count(*arg(out), *arg(x), *arg(y), *TAIL)
     assert list(out[:4]) == [3, 4, 3, 4]
@@ -142,7 +146,12 @@ def check_tails(name):
     """Lengths 0 to 33 against the end of a page: nothing beyond is read or written."""
     page, dtype = guarded_page(), np.dtype(TYPES[name])
     if name in ("F32", "F16", "BF16"):
-        how = {"load": vec.loader(name), "load_first": vec.loader_first(name), "store": vec.storer(name), "store_first": vec.storer_first(name)}
+        how = {
+            "load": vec.loader(name),
+            "load_first": vec.loader_first(name),
+            "store": vec.storer(name),
+            "store_first": vec.storer_first(name),
+        }
         mapped = make_map(vec.abs, **how)
     else:
         mapped = make_map(vec.abs, load=vec.loader(name), load_first=vec.loader_first(name))
@@ -173,14 +182,19 @@ def test_tails_stay_inside(name):
 def test_integer_loads_and_stores():
     for bits in (8, 16, 32):
         x = RNG.integers(-100, 100, 37).astype(f"i{bits // 8}")
-        names = {k: getattr(vec, k.replace("N", str(bits))) for k in ("load_iN", "load_iN_first", "store_iN", "store_iN_first")}
+        names = {
+            k: getattr(vec, k.replace("N", str(bits)))
+            for k in ("load_iN", "load_iN_first", "store_iN", "store_iN_first")
+        }
         doubled = make_expression_map("i + i", *names.values())
         out = np.zeros_like(x)
         doubled(*arg(out), *arg(x), *TAIL)
         assert np.array_equal(out, (2 * x.astype(np.int64)).astype(x.dtype))
     x = RNG.integers(0, 256, 37).astype(np.uint8)
     out = np.zeros(37, np.int32)
-    make_expression_map("i + i", vec.load_u8, vec.load_u8_first, vec.store_i32, vec.store_i32_first)(*arg(out), *arg(x), *TAIL)
+    make_expression_map("i + i", vec.load_u8, vec.load_u8_first, vec.store_i32, vec.store_i32_first)(
+        *arg(out), *arg(x), *TAIL
+    )
     assert np.array_equal(out, 2 * x.astype(np.int32))
 
 
@@ -228,12 +242,14 @@ def test_lane_sum_is_a_fixed_tree():
         assert out[0] == tree(x[:16])
 
 
-# --- elementary functions ------------------------------------------------------------------------------------------------------
+# --- elementary functions ---------------------------------------------------------------------------------------------
 
 DOMAINS = {
     "exp": np.concatenate([RNG.uniform(-104, 89, 200_000), np.linspace(-1, 1, 20_001), np.linspace(88.7, 88.73, 1000)]),
     "log": np.concatenate([np.exp(RNG.uniform(-103, 88, 200_000)), np.linspace(0.5, 2, 20_001)]),
-    "tanh": np.concatenate([RNG.uniform(-10, 10, 200_000), np.linspace(-1, 1, 20_001), RNG.uniform(-1e-20, 1e-20, 100)]),
+    "tanh": np.concatenate(
+        [RNG.uniform(-10, 10, 200_000), np.linspace(-1, 1, 20_001), RNG.uniform(-1e-20, 1e-20, 100)]
+    ),
 }
 SPECIAL = {
     "exp": [(-np.inf, 0), (np.inf, np.inf), (0, 1), (-0.0, 1), (-200, 0), (200, np.inf), (3e38, np.inf), (-3e38, 0)],
@@ -294,8 +310,8 @@ def digest():
         h.update(apply(vec.sqrt, half, load=vec.loader(name), load_first=vec.loader_first(name)).tobytes())
     out = np.zeros(16 * len(EXPRESSIONS), np.float32)
     text = "\n    ".join(e.replace("(dst, 0,", f"(dst, {64 * k},") for k, e in enumerate(EXPRESSIONS))
-    text += f"\n    vec.store(dst, 0, vec.splat(vec.lane_sum(vec.fma(x, y, x))))"
-    make_expression(text)(*arg(out), *arg(np.concatenate([X, Y])), *arg(np.concatenate([I, J])), *TAIL)
+    text += "\n    vec.store(dst, 0, vec.splat(vec.lane_sum(vec.fma(x, y, x))))"
+    make_expression(text)(*arg(out), *arg(np.concatenate([X, Y])), *arg(np.concatenate([IX, JX])), *TAIL)
     h.update(out.tobytes())
     for name in TYPES:
         check_tails(name)
@@ -303,9 +319,13 @@ def digest():
 
 
 def digest_at(level):
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_vec; print(test_vec.digest())"
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_vec; print(test_vec.digest())"
+    )
     root, env = Path(__file__).parents[1], {**os.environ, "GGJIT_CPU": level}
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, env=env, check=True, timeout=300, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, env=env, check=True, timeout=300, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 
@@ -319,7 +339,7 @@ def test_the_portable_level_works():
     assert len(digest_at("sse2")) == 64
 
 
-# --- machine code --------------------------------------------------------------------------------------------------------------
+# --- machine code -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(cpu_level() == "neon", reason="x86 registers")

@@ -1,4 +1,4 @@
-"""exp, log, tanh of float32 as LLVM IR, for scalars and vectors alike: no library call, the same bits at AVX2 and AVX-512.
+"""exp, log, tanh of float32 as LLVM IR, for scalars and vectors: no library call, same bits at AVX2 and AVX-512.
 
 Each takes an IR builder and a value of LLVM type float or <n x float>. The error is at most 2 units in the last place
 (tests/test_vec.py measures it). The portable level has no fma and differs in the last places.
@@ -18,7 +18,7 @@ _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the l
 
 
 def call(b, name, *args, result=None):
-    """Call of an overloaded LLVM intrinsic named by its first operand's type: call(b, "llvm.sqrt", x)."""
+    """Emit an LLVM intrinsic that is named by its first operand's type: `call(b, "llvm.sqrt", x)`."""
     like = args[0].type
     suffix = f"v{like.count}f32" if isinstance(like, ir.VectorType) else "f32"
     function = ir.FunctionType(result or like, [a.type for a in args])
@@ -26,7 +26,7 @@ def call(b, name, *args, result=None):
 
 
 def fma(b, x, y, z):
-    """x * y + z, rounded once where the CPU can."""
+    """Multiply and add: x * y + z, rounded once where the CPU can."""
     if cpu_level() == "sse2":
         return b.fadd(b.fmul(x, y), z)
     return call(b, "llvm.fma", x, y, z)

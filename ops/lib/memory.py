@@ -1,10 +1,10 @@
 """Typed loads and stores on byte buffers (uint8[::1]) at a byte offset, for kernels.
 
-Each is a getelementptr on the buffer's pointer, the one form that LLVM optimises: a `.view()` makes gathers, and an integer
-address in a loop is never vectorised. Element alignment is assumed, no more.
+Each is a getelementptr on the buffer's pointer, the one form that LLVM optimises: a `.view()` makes gathers, and an
+integer address in a loop is never vectorised. Element alignment is assumed, no more.
 
-f16 and bf16 are loaded to and stored from float32, stores rounding to nearest even. At the portable level f16 is converted by
-integer code: the compiler's helper functions for it cannot be linked.
+f16 and bf16 are loaded to and stored from float32, stores rounding to nearest even. At the portable level f16 is
+converted by integer code: the compiler's helper functions for it cannot be linked.
 
     memory.load_f32(src0, i01 * src0_nb[1] + 4 * i00)
 

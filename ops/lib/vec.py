@@ -8,8 +8,8 @@
         vec.store_first(dst, to + 4 * i, vec.load_first(src0, at + 4 * i, rest) * scale, rest)
 
 Values are f32, i32 or masks; + - * / and comparisons are operators (vector_type.py lists them), also with a number on
-one side. Offsets are bytes; element alignment is assumed, no more. The `_first` forms touch only the first n lanes (none
-if n <= 0, all if n >= 16) and load zeros into the rest. Results are the same bits at AVX2 and AVX-512.
+one side. Offsets are bytes; element alignment is assumed, no more. The `_first` forms touch only the first n lanes
+(none if n <= 0, all if n >= 16) and load zeros into the rest. Results are the same bits at AVX2 and AVX-512.
 
 Explicit vectors are for every hot loop: LLVM's own vectorising falls back to scalar code when an op runs in place, and
 never reorders a sum. The module imports no Numba.
@@ -59,7 +59,7 @@ def _declare(b, name, result, args):
     return b.call(cgutils.get_or_insert_function(b.module, function, name), args)
 
 
-# --- loads and stores ---------------------------------------------------------------------------------------------------
+# --- loads and stores -------------------------------------------------------------------------------------------------
 
 
 def _memory_element(kind):
@@ -234,7 +234,7 @@ def load_strided_first(typingctx, buffer, offset, stride, n):
     return vector_type.Vec("f32")(buffer, types.int64, types.int64, types.int64), codegen
 
 
-# --- making vectors -----------------------------------------------------------------------------------------------------
+# --- making vectors ---------------------------------------------------------------------------------------------------
 
 
 def _make_splat(elem, scalar):
@@ -298,7 +298,7 @@ def select(typingctx, mask, a, c):
     return vector(vector_type.Vec("mask"), *sides), codegen
 
 
-# --- arithmetic -----------------------------------------------------------------------------------------------------------
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def _make_map(emit, n_args, doc):
@@ -362,7 +362,7 @@ log = _make_map(elementary.log, 1, elementary.log.__doc__)
 tanh = _make_map(elementary.tanh, 1, elementary.tanh.__doc__)
 
 
-# --- lanes ----------------------------------------------------------------------------------------------------------------
+# --- lanes ------------------------------------------------------------------------------------------------------------
 
 
 def _tree(b, value, combine):
@@ -433,7 +433,7 @@ def _make_mask_test(name):
 any_lane, all_lanes = _make_mask_test("any"), _make_mask_test("all")
 
 
-# --- conversions ------------------------------------------------------------------------------------------------------------
+# --- conversions ------------------------------------------------------------------------------------------------------
 
 
 def _make_convert(emit, given, returned, doc):
