@@ -7,7 +7,8 @@ Row m of a (a weight matrix as GGUF stores it) meets row n of b (a token's activ
 weights' type wants by a step of its own, shared by all products of the same b:
 
     block types    int8 per 32 (act_q8)
-    F32, F16       f32, as it is
+    F32            f32, as it is
+    F16            f32, rounded to what f16 can hold, as ggml does
     BF16           rounded to bf16
 
 Up to 16 columns tiles read the panel itself; for more it is prepared once per group of panels (see `panel_kernels`).
@@ -133,16 +134,18 @@ def lower_activations(low, a: Tensor, b: Tensor) -> Tensor:
     if kind == "act_bf16":
         ne = (k + k % 2, *b.ne[1:])
         return _derived(low, b, kind, activations.convert_kernel(name, "BF16"), types.BF16, ne)
+    if kind == "act_f16" and b.type is not types.F16:
+        return _derived(low, b, kind, activations.round_f16_kernel(name), types.F32, b.ne)
     if b.type is types.F32:
         return b
-    return _derived(low, b, kind, activations.convert_kernel(name, "F32"), types.F32, b.ne)
+    return _derived(low, b, "act_f32", activations.convert_kernel(name, "F32"), types.F32, b.ne)
 
 
-def lower_tiles(low, a: Tensor, y: Tensor) -> Tensor:
-    """The form of y for many columns: tiles of words for floats, y itself else."""
-    if a.type not in FLOATS:
+def lower_tiles(low, y: Tensor, columns: int) -> Tensor:
+    """Tiles of y's words for tiles that read so many columns side by side; y itself if that is 0."""
+    if columns == 0:
         return y
-    columns, words = kernels.many_columns(a.type.name), y.ne[0] * y.type.type_size // 4
+    words = y.ne[0] * y.type.type_size // 4
     ne = (words * columns, -(-y.ne[1] // columns), *y.ne[2:])
     return _derived(low, y, f"act_tiles {columns}", activations.tile_kernel(columns), types.I32, ne)
 
@@ -158,12 +161,15 @@ def _(low, node):
     packed, n = is_packed(a), b.ne[1]
     along = 2 if n == 1 and b.ne[2] > a.ne[2] else 1
     n = b.ne[2] // a.ne[2] if along == 2 else n
+    name = a.type.name
     if n > kernels.FEW and along == 1:
-        y, kernel = lower_tiles(low, a, y), kernels.many_kernel(a.type.name, packed)
+        columns, kernel = kernels.many_columns(name), kernels.many_kernel(name, packed)
         work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads)
     else:
-        kernel = kernels.few_kernel(a.type.name, kernels.tile_columns(n), packed, along)
+        columns = kernels.tile_columns(n)
+        kernel = kernels.few_kernel(name, columns, packed, along)
         work = kernels.few_work_size(a.type, a.ne[0], packed, low.n_threads)
+    y = lower_tiles(low, y, kernels.tile_width(name, columns, along))
     low.emit(kernel, node, src=(a, y), work=work)
 
 

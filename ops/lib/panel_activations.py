@@ -13,10 +13,11 @@ act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
 
 Rows of records are an odd number of lines apart, so that several columns do not meet in the same cache sets.
 
-act_f32 and act_bf16: the values as f32, or rounded to bf16 with K padded to even by a zero.
+act_f32, act_f16 and act_bf16: the values as f32; as f32 rounded to what f16 holds, as ggml rounds them for f16 weights; or
+as bf16 with K padded to even by a zero.
 
-act_tiles: words of 32 bits (an f32, or a pair of bf16) of as many columns as a tile takes, side by side for each k: the
-tiles of floats for many columns read them at one address.
+act_tiles: words of 32 bits (an f32, or a pair of bf16) of as many columns as a tile takes, side by side for each k, for
+the tiles of floats from 3 columns on: one address to read at, and columns do not meet in the same cache sets.
 
 The kernels split rows and K evenly between threads, so that one row is shared as well.
 """
@@ -30,6 +31,7 @@ from ggjit.ops.lib.emit import I8, I32, emitted, transpose, vector
 from ggjit.ops.lib.panel import ACT, CODES, NEG_SUM, NEG_SUMS, OFFSET_SHIFT, SUM, SUMS, D
 
 memory = lazy_module("ggjit.ops.lib.memory")
+vec = lazy_module("ggjit.ops.lib.vec")
 
 LOADS = {"F32": "load_f32", "F16": "load_f16", "BF16": "load_bf16"}
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -172,6 +174,37 @@ def convert_kernel(type_name, to):
     return act_float
 
 
+@functools.cache
+def round_f16_kernel(type_name):
+    """Kernel: src0 of a float type to contiguous rows of f32 in dst, rounded to what f16 can hold.
+
+    src0 needs nb[0] equal to the type's size.
+    """
+    load, narrow, widen, store = vec.loader(type_name), vec.storer("F16"), vec.loader("F16"), vec.storer("F32")
+    load_one, narrow_one, widen_one = memory.loader(type_name), memory.storer("F16"), memory.loader("F16")
+    size = SIZES[type_name]
+
+    @kernel
+    def act_f16(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+        per_row = (dst_ne[0] + CHUNK - 1) // CHUNK
+        total = per_row * src0_ne[1] * src0_ne[2] * src0_ne[3]
+        for at in range(total * ith // nth, total * (ith + 1) // nth):
+            row, first = at // per_row, at % per_row * CHUNK
+            i1, i2, i3 = row % src0_ne[1], row // src0_ne[1] % src0_ne[2], row // (src0_ne[1] * src0_ne[2])
+            offs = i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3]
+            target = row * dst_ne[0] * 4
+            end = first + CHUNK if first + CHUNK < src0_ne[0] else src0_ne[0]
+            whole = first + (end - first) // 16 * 16
+            for i in range(first, whole, 16):  # the halves go through the place of the result
+                narrow(dst, target + 4 * i, load(src0, offs + i * size))
+                store(dst, target + 4 * i, widen(dst, target + 4 * i))
+            for i in range(whole, end):
+                narrow_one(dst, target + 4 * i, load_one(src0, offs + i * size))
+                memory.store_f32(dst, target + 4 * i, widen_one(dst, target + 4 * i))
+
+    return act_f16
+
+
 def _tile_words(columns):
     @emitted("src stride n_cols dst n")
     def tile_words(e, src, stride, n_cols, dst, n):
@@ -182,11 +215,13 @@ def _tile_words(columns):
 
         def body(i):
             at = e.mul(i, 4)
-            words = [e.load(e.add(r, at), 0, vector(I32, e.lanes)) for r in rows]
-            words += [words[-1]] * (e.lanes - columns)
-            first = ir.Constant(vector(I32, columns), list(range(columns)))
-            for j, v in enumerate(transpose(e, words)):
-                e.store_value(dst, e.mul(e.add(i, j), 4 * columns), b.shuffle_vector(v, v, first))
+            for g in range(0, columns, e.lanes):
+                words = [e.load(e.add(r, at), 0, vector(I32, e.lanes)) for r in rows[g : g + e.lanes]]
+                n_words = len(words)
+                first = ir.Constant(vector(I32, n_words), list(range(n_words)))
+                for j, v in enumerate(transpose(e, words + words[-1:] * (e.lanes - n_words))):
+                    to = e.add(dst, e.mul(e.add(i, j), 4 * columns))
+                    e.store_value(to, 4 * g, b.shuffle_vector(v, v, first))
             return []
 
         e.loop(n, [], body, step=e.lanes)
@@ -198,8 +233,7 @@ def _tile_words(columns):
 def tile_kernel(columns):
     """Kernel: rows of 32-bit words in src0 (F32, or BF16 pairs) to act_tiles in dst.
 
-    src0 needs nb[0] equal to the type's size. dst is I32 {words * columns, tiles, ne2, ne3}. The tile is not wider than
-    a vector of the CPU level.
+    src0 needs nb[0] equal to the type's size. dst is I32 {words * columns, tiles, ne2, ne3}.
     """
     tile_words = _tile_words(columns)
 

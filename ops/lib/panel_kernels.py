@@ -9,7 +9,7 @@ Weights are panels already (`packed`), or rows with any strides, which a thread 
 that the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
 
 Sources: src0 weights {ne00, ne01, ne02, ne03}; src1 activations in the form of `weights(...).activations`, rows i1 of
-matrices i2, i3; for many columns of floats act_tiles of them. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples
+matrices i2, i3; act_tiles of them where `tile_width` says so. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples
 of ne02 and ne03.
 """
 
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
         nbytes: bytes of a panel unit (16 rows).
         row_nbytes: bytes of a unit in a row of the file.
         y_nbytes: bytes of a unit's activations.
-        activations: "act_q8", "act_bf16" or "act_f32".
+        activations: "act_q8", "act_bf16", "act_f16" or "act_f32".
         pack: jitted (src, src_offs, src_row_stride, n_rows, dst, dst_offs, k).
     """
 
@@ -58,7 +58,7 @@ def weights(type_name):
     """The `Weights` of a type."""
     if type_name in float_panel.UNITS:
         unit, size = float_panel.UNITS[type_name], float_panel.SIZES[type_name]
-        kind = "act_bf16" if type_name == "BF16" else "act_f32"
+        kind = f"act_{type_name.lower()}"
         pack = float_panel.pack_float_panel(type_name)
         return Weights(unit, float_panel.NBYTES[type_name], unit * size, 4, kind, pack)
     t = types.by_name(type_name)
@@ -116,6 +116,11 @@ def tile_columns(n):
     return min(COLUMNS, key=lambda c: -(-n // c) * (c + 4))
 
 
+def tile_width(type_name, columns, along=1):
+    """Columns of the act_tiles that a tile of so many columns reads; 0: it reads rows."""
+    return columns if type_name in float_panel.UNITS and columns >= 3 and along == 1 else 0
+
+
 @functools.cache
 def few_kernel(type_name, columns, packed, along=1):
     """Kernel for up to 16 columns, a tile of `columns` at a time.
@@ -127,8 +132,11 @@ def few_kernel(type_name, columns, packed, along=1):
         along: dimension of src1 that columns lie along; 2 where each matrix has one column and several share weights.
     """
     unit, nbytes, _, _, _, pack = weights(type_name)
-    floats = type_name in float_panel.UNITS
-    tile = float_panel.float_tile(type_name, columns) if floats else panel.panel_tile(type_name, columns)
+    per_row = columns if tile_width(type_name, columns, along) else 1
+    if type_name in float_panel.UNITS:
+        tile = float_panel.float_tile(type_name, columns, per_row > 1, panel.AHEAD if columns >= 3 else 0)
+    else:
+        tile = panel.panel_tile(type_name, columns)
 
     @kernel(counter=True)
     def mul_mat_few(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
@@ -136,7 +144,7 @@ def few_kernel(type_name, columns, packed, along=1):
         size = n_units * nbytes
         n_panels = (src0_ne[1] + 15) // 16
         r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
-        n_cols, repeats = src1_ne[1], r2
+        n_cols, repeats = dst_ne[1], r2
         if along == 2:
             n_cols, repeats = r2, 1
         total = n_panels * src0_ne[2] * src0_ne[3]
@@ -160,7 +168,7 @@ def few_kernel(type_name, columns, packed, along=1):
                     y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3]
                     out = memory.address(dst) + i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * p
                     for c in range(0, n_cols, columns):
-                        y_c, out_c = y + c * src1_nb[along], out + c * dst_nb[along]
+                        y_c, out_c = y + c // per_row * src1_nb[along], out + c * dst_nb[along]
                         tile(w, y_c, src1_nb[along], out_c, dst_nb[along], n_units, n_rows, n_cols - c, 0)
             number, start, end = next_chunk(work, number, start, end, least, total, nth)
 
