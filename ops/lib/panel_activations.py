@@ -13,7 +13,7 @@ act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
 
 Rows of records are an odd number of lines apart, so that several columns do not meet in the same cache sets.
 
-act_f32, act_f16 and act_bf16: the values as f32; as f32 rounded to what f16 holds (ggml rounds them so for f16 weights);
+act_f32, act_f16 and act_bf16: the values as f32; as f32 rounded to f16 (as ggml does for f16 weights);
 or as bf16 with K padded to even by a zero.
 
 act_tiles: words of 32 bits (an f32, or a pair of bf16) of as many columns as a tile takes, side by side for each k, for
