@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from ggjit import types
-from ggjit.dev import reference
+from ggjit.dev import reference as reference_module
 from ggjit.dev.reference_cases import Case, compare, decode, elements, nmse, read_cases
 
 SMALL = Path(__file__).parent / "data" / "reference"
@@ -43,8 +44,8 @@ def scale_case(path: Path, result, **changes) -> Path:
     return path
 
 
-def run(path: Path, capsys) -> tuple[int, str, reference.Tally]:
-    tally = reference.run_paths([path])
+def run(path: Path, capsys) -> tuple[int, str, reference_module.Tally]:
+    tally = reference_module.run_paths([path])
     return tally.failed, capsys.readouterr().out, tally
 
 
@@ -115,12 +116,12 @@ def test_exit_status_and_closing_line(tmp_path):
 
 def test_a_missing_path_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        reference.run_paths([tmp_path / "nothing"])
+        reference_module.run_paths([tmp_path / "nothing"])
 
 
 def test_small_cases(capsys):
     """What has code must agree; the cases cover every op and every block type."""
-    tally = reference.run_paths([SMALL])
+    tally = reference_module.run_paths([SMALL])
     out = capsys.readouterr().out
     assert tally.failed == 0, out
     assert tally.passed + tally.n_unsupported == 360
@@ -186,9 +187,65 @@ def test_decode_bf16():
     assert decode(np.uint16([0x3F80, 0xC000]), types.BF16).tolist() == [1, -2]
 
 
+@pytest.fixture
+def model(reference, tmp_path):
+    """A copy of a tiny model's files, and a function that changes its references."""
+    for suffix in ("gguf", "json", "npz"):
+        shutil.copy(reference / "models" / f"llama.{suffix}", tmp_path)
+
+    def change(facts=None, **arrays):
+        path = tmp_path / "llama.json"
+        if facts is not None:
+            known = json.loads(path.read_text())
+            facts(known)
+            path.write_text(json.dumps(known))
+        with np.load(path.with_suffix(".npz")) as file:
+            data = {key: file[key] for key in file.files}
+        np.savez(path.with_suffix(".npz"), **{**data, **{key: f(data[key]) for key, f in arrays.items()}})
+        return path
+
+    return change
+
+
+def test_a_model_passes(model, capsys):
+    tally = reference_module.run_paths([model()])
+    assert (tally.failed, tally.n_unsupported) == (0, 0), capsys.readouterr().out
+    assert tally.passed == 914
+
+
+def test_wrong_references_of_a_model_fail(model, capsys):
+    def facts(known):
+        known["tokenize"] = [{**known["tokenize"][1], "ids": [1]}]
+        known["detokenize"] = [{**known["detokenize"][-1], "text": "nonsense"}]
+        known["pieces"]["attr"][5] += 1
+        known["vocab"]["eog"] = [7]
+
+    def swap(tokens):
+        return tokens[::-1]
+
+    path = model(
+        facts, short_logits=lambda x: x + 2e-4, long_logits=lambda x: x + 2e-4, medium_greedy=swap,
+        long_logits_kvf16=lambda x: x + 1, long_logits_kvf16_flash=lambda x: x + 1,
+        **{"trace__Kcur-1": lambda x: x * 1.0001},
+    )  # fmt: skip
+    tally = reference_module.run_paths([path])
+    found = {line.split(":")[0] for line in capsys.readouterr().out.splitlines()}
+    assert found == {f"FAILED llama {what}" for what in (
+        "vocabulary", "tokenize 0", "detokenize 0", "piece 5", "short", "short, not repacked", "long",
+        "long, f16 cache", "greedy medium", "trace Kcur-1",
+    )}  # fmt: skip
+    assert tally.failed == len(found)
+
+
+def test_an_unknown_architecture_is_unsupported(reference):
+    tally = reference_module.run_paths([reference / "models" / "mamba.npz"])
+    assert tally.failed == 0 and list(tally.unsupported) == ["architectures"]
+    assert list(tally.unsupported["architectures"]) == ["mamba"]
+
+
 def test_whole_files(reference_sample):
     """A few whole files of the big set, if it is there."""
-    tally = reference.run_paths(reference_sample)
+    tally = reference_module.run_paths(reference_sample)
     assert tally.failed == 0 and tally.passed > 0
 
 

@@ -43,7 +43,7 @@ class Tally:
         return out
 
 
-def find_jobs(path: Path, threads: Sequence[int], model: Path | None) -> Iterator[Job]:
+def find_jobs(path: Path, threads: Sequence[int], models: Sequence[Path]) -> Iterator[Job]:
     """The cases at a path, a file or a folder that is searched to its leaves.
 
     Raises:
@@ -53,23 +53,23 @@ def find_jobs(path: Path, threads: Sequence[int], model: Path | None) -> Iterato
         for inner in sorted(path.rglob("*")):
             described = inner.with_suffix(".json").exists()
             if inner.suffix == ".json" or (inner.suffix == ".npz" and not described):
-                yield from find_jobs(inner, threads, model)
+                yield from find_jobs(inner, threads, models)
     elif not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
     elif path.suffix == ".npz" and is_case_file(path):
         yield from run_file(path, threads)
     elif path.with_suffix(".json").exists():
-        yield from _described(path.with_suffix(".json"), threads, model)
+        yield from _described(path.with_suffix(".json"), threads, models)
 
 
-def _described(path: Path, threads: Sequence[int], model: Path | None) -> Iterator[Job]:
+def _described(path: Path, threads: Sequence[int], models: Sequence[Path]) -> Iterator[Job]:
     """Cases of a model or a vocabulary that a JSON file describes."""
     from ggjit.dev import reference_models, reference_vocab
 
     facts = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(facts, dict) or "file" not in facts:
         return
-    file = _find_file(path.parent / facts["file"], model)
+    file = _find_file(path.parent / facts["file"], models)
     if file is None:
         print(f"not run: {path.stem}, since {facts['file']} is not here; give it by --model", file=sys.stderr)
         return
@@ -77,26 +77,26 @@ def _described(path: Path, threads: Sequence[int], model: Path | None) -> Iterat
     yield from reference_models.jobs(path, facts, file, threads)
 
 
-def _find_file(beside: Path, model: Path | None) -> Path | None:
+def _find_file(beside: Path, models: Sequence[Path]) -> Path | None:
     """A described file: beside its description, given by name, or fetched by `ggjit pull`."""
     from ggjit.pull import models_folder
 
     fetched = models_folder()
-    places = [beside, *([model] if model is not None and model.name == beside.name else [])]
+    places = [beside, *(path for path in models if path.name == beside.name)]
     if fetched is not None:
         places += fetched.rglob(beside.name)
     return next((place for place in places if place.exists()), None)
 
 
 def run_paths(
-    paths: Sequence[Path], threads: Sequence[int] = THREADS, model: Path | None = None, verbose: bool = False
+    paths: Sequence[Path], threads: Sequence[int] = THREADS, models: Sequence[Path] = (), verbose: bool = False
 ) -> Tally:
     """Run all cases under some paths; failing ones are printed.
 
     Args:
         paths: files and folders.
         threads: numbers of threads that each case runs with.
-        model: file of a real model that the folders describe.
+        models: files of real models that the folders describe.
         verbose: print every case with its time.
 
     Returns:
@@ -105,7 +105,7 @@ def run_paths(
     tally = Tally()
     progress = sys.stderr.isatty()
     for path in paths:
-        for name, job in find_jobs(path, threads, model):
+        for name, job in find_jobs(path, threads, models):
             if progress:
                 print(f"\r{name[:100]:100}", end="\r", file=sys.stderr, flush=True)
             start = time.perf_counter()
@@ -140,7 +140,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `reference`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files or folders with reference cases")
     parser.add_argument("--threads", default="1,3", help="numbers of threads, separated by commas (default: 1,3)")
-    parser.add_argument("--model", type=Path, help="file of a real model that the folders describe")
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], help="file of a real model that the folders describe"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="print every case with its time")
 
 
