@@ -8,7 +8,7 @@ The graph is an object of its context, as in ggml: its arrays of addresses lie i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,6 +63,9 @@ class Graph:
         nodes: tensors to compute, sources first.
         leafs: constants, weights and inputs.
         use_counts: for each tensor how many sources of nodes it is.
+        grads: for each tensor that has one its gradient.
+        grad_accs: for some tensors a leaf that their gradient is added to; those of losses among them.
+        has_grads: is there room for gradients?
 
     Raises:
         RuntimeError: no context is open.
@@ -73,13 +76,15 @@ class Graph:
 
     def __init__(self, size: int = DEFAULT_SIZE, grads: bool = False) -> None:
         self.context = _context.current("Graph")
-        self.size, self.grads = size, grads
+        self.size, self.has_grads = size, grads
         offset = self.context.new_object(graph_nbytes(size, grads), GRAPH)
         arrays = np.frombuffer(self.context.array, np.int64, 2 * size, offset + _HEADER)
         self._node_addresses, self._leaf_addresses = arrays[:size], arrays[size:]
         self.nodes: list[Tensor] = []
         self.leafs: list[Tensor] = []
         self.use_counts: dict[Tensor, int] = {}
+        self.grads: dict[Tensor, Tensor] = {}
+        self.grad_accs: dict[Tensor, Tensor] = {}
         self._allocator: GraphAllocator | None = None
         self._executables: dict[int, Executable] = {}
 
@@ -118,6 +123,61 @@ class Graph:
         if len(self.nodes) > before and self.nodes[-1] is not tensor:
             raise AssertionError("build_forward_expand: the tensor itself must come last")
         self._executables.clear()
+        return self
+
+    def build_backward_expand(self, grad_accs: Mapping[Tensor, Tensor] | None = None) -> Graph:
+        """Append what computes the gradients of the graph's parameters, by reverse-mode differentiation.
+
+        Call it once, after `build_forward_expand` of all losses (`Tensor.set_loss`), in an open context; then `reset`
+        before the first `compute`. Running the graph again computes the gradients again.
+
+        Args:
+            grad_accs: leafs, f32 of the shape of a tensor of the graph, that this tensor's gradient is added to at
+                each run until `reset`: to sum gradients over batches. Of a tensor that nothing reads it is where the
+                walk begins, as the gradient 1 of a loss is.
+
+        Returns:
+            The graph. `grad` of a parameter is marked as an output, so that it is there after a run.
+
+        Raises:
+            ValueError: the graph has no room for gradients, no parameter or no loss, or is differentiated already.
+            NotImplementedError: no gradient exists for a node between a parameter and a loss, or what its backward
+                rule reads is overwritten in place.
+
+        Source: ggml_build_backward_expand.
+        """
+        from ggjit.autodiff import build_backward_expand
+
+        build_backward_expand(self, grad_accs)
+        return self
+
+    def grad(self, tensor: Tensor) -> Tensor | None:
+        """The gradient of a tensor of the graph: a tensor of its shape, f32; None if it has none.
+
+        Source: ggml_graph_get_grad.
+        """
+        return self.grads.get(tensor)
+
+    def grad_acc(self, tensor: Tensor) -> Tensor | None:
+        """The leaf that a tensor's gradient is added to; None if it has none.
+
+        Source: ggml_graph_get_grad_acc.
+        """
+        return self.grad_accs.get(tensor)
+
+    def reset(self) -> Graph:
+        """Set accumulators to 0, those of losses to 1, and the moments of optimizer steps to 0.
+
+        Returns:
+            The graph.
+
+        Source: ggml_graph_reset.
+        """
+        from ggjit.autodiff import reset
+
+        if any(t.data == 0 for t in [*self.leafs, *self.nodes]):
+            self._allocate()
+        reset(self)
         return self
 
     def _append(self, t: Tensor) -> None:

@@ -60,10 +60,11 @@ class Op:
         inplace: the planner may put the result where a source of the same layout lies.
         nmse: limit of the tests, sum((want - got)^2) / sum(want^2).
         sources: names of the sources, for error messages and docs.
+        state: positions of sources that the op updates and that `Graph.reset` sets to 0: an optimizer's moments.
     """
 
     def __init__(self, name: str, id: int | None = None, *, params: Sequence[tuple[str, str]] = (), view: bool = False,
-                 inplace: bool = False, nmse: float = 1e-7) -> None:  # fmt: skip
+                 inplace: bool = False, nmse: float = 1e-7, state: Sequence[int] = ()) -> None:  # fmt: skip
         if name in REGISTRY:
             raise ValueError(f"Op: name must be new, got {name!r}")
         if id is None:
@@ -71,7 +72,7 @@ class Op:
         if id in _BY_ID:
             raise ValueError(f"Op: id must be new, got {id}, the id of {_BY_ID[id].name!r}")
         self.name, self.id, self.view, self.inplace, self.nmse = name, id, view, inplace, nmse
-        self.params = tuple(params)
+        self.params, self.state = tuple(params), tuple(state)
         self._given = [not n.startswith("_") for n, _ in params]
         self.param_names = [n for n, g in zip([n for n, _ in params], self._given, strict=True) if g]
         self._format = struct.Struct("<" + "".join(_FORMATS[f] for _, f in params))

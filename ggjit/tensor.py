@@ -178,6 +178,21 @@ class Tensor:
         self.flags |= FLAG_PARAM
         return self
 
+    def set_loss(self) -> Tensor:
+        """Mark as a loss: what parameters are differentiated for.
+
+        Raises:
+            ValueError: the tensor is not one f32.
+
+        Source: ggml_set_loss.
+        """
+        if self.nelements != 1 or self.type is not _types.F32:
+            raise ValueError(
+                f"set_loss: the tensor must be one F32, got {self.type.name} {list(self.ne)} ('{self.name}')"
+            )
+        self.flags |= FLAG_LOSS
+        return self
+
     # -- sizes and layout --------------------------------------------------------------------------------------------
 
     @property
@@ -339,7 +354,9 @@ class Tensor:
         buffer = self.buffer if self.view_src is None else self.view_src.buffer
         if buffer is not None and not buffer.type.is_host:
             if not self.is_contiguous:
-                raise ValueError(f"Tensor.set: a tensor outside host memory must be contiguous, got nb {list(self.nb)} ('{self.name}')")
+                raise ValueError(
+                    f"Tensor.set: a tensor outside host memory must be contiguous, got nb {list(self.nb)} ('{self.name}')"
+                )
             buffer.set_tensor(self, encoded)
             return self
         memory = self._memory()
