@@ -13,6 +13,8 @@ from ggjit.ops.copy import *
 from ggjit.ops.glu import *
 from ggjit.ops.mul_mat import *
 from ggjit.ops.norm import *
+from ggjit.ops.pool import *
+from ggjit.ops.repeat import *
 from ggjit.ops.rope import *
 from ggjit.ops.rows import *
 from ggjit.ops.scale import *
@@ -20,6 +22,6 @@ from ggjit.ops.soft_max import *
 from ggjit.ops.unary import *
 from ggjit.ops.views import *
 
-_FAMILIES = ("attention", "binary", "copy", "glu", "mul_mat", "norm", "rope", "rows", "scale", "soft_max", "unary",
-             "views")  # fmt: skip
+_FAMILIES = ("attention", "binary", "copy", "glu", "mul_mat", "norm", "pool", "repeat", "rope", "rows", "scale",
+             "soft_max", "unary", "views")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
