@@ -8,6 +8,7 @@ panel    weights of matrix products, 16 rows interleaved (see `ggjit.ops.quants.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -105,6 +106,7 @@ MAPPED = MappedBufferType()
 PANEL = PanelBufferType()
 
 
+@functools.cache
 def _has_panel(type: Type) -> bool:
     from ggjit.ops.lib.float_panel import UNITS
 
