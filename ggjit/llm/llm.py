@@ -304,10 +304,13 @@ class LLM:
         return render(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     def warmup(self) -> None:
-        """Build the graphs of one token and of a full ubatch, which compiles the kernels that the model needs."""
+        """Build a graph of each kind that a conversation may meet, which compiles the kernels that the model needs."""
+        cells, full = self.context.cache, self.context.cache.n_cells
         with self._lock:
-            for n in {1, min(self.context.n_ubatch, self.n_ctx)}:
-                self.context.graph(n, self.context.cache.window(np.arange(n)), 1)
+            for n in sorted({1, 2, 3, 4, 6, 8, self.context.n_ubatch}):  # products have kernels for these few columns
+                if n <= self.n_ctx:
+                    self.context.graph(n, cells.window(np.arange(n)), 1)
+                    self.context.graph(n, full, 1)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 
