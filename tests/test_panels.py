@@ -76,6 +76,8 @@ class Product:
         if kind == "act_q8":
             made, t = panel_activations.quantize_kernel("F32"), types.I8
             ne = [panel_activations.q8_row_nbytes(k), *self.y_ne[1:]]
+        elif kind == "act_f16":
+            made, t, ne = panel_activations.round_f16_kernel("F32"), types.F32, self.y_ne
         else:
             made, t, ne = panel_activations.convert_kernel("F32", "BF16"), types.BF16, [k + k % 2, *self.y_ne[1:]]
         out = np.full(int(np.prod(ne)) * t.type_size, 77, np.uint8)
@@ -84,12 +86,11 @@ class Product:
                  n_threads)  # fmt: skip
         return out, ne, nb_of(t, ne)
 
-    def tiles(self, n_threads=2):
-        """The same for the kernels of many columns."""
+    def tiles(self, columns, n_threads=2):
+        """The same as `columns` side by side, if that is not 0."""
         y, y_ne, y_nb = self.activations()
-        if self.type.name not in FLOATS:
+        if columns == 0:
             return y, y_ne, y_nb
-        columns = panel_kernels.many_columns(self.type.name)
         ne = [y_nb[1] // 4 * columns, -(-y_ne[1] // columns), *y_ne[2:]]
         out = np.full(4 * int(np.prod(ne)) + 8, 77, np.uint8)
         for ith in range(n_threads):
@@ -112,7 +113,7 @@ class Product:
         nbytes = 4 * int(np.prod(self.out_ne))
         out = np.full(nbytes + 64, 7, np.uint8)
         source = self.panels() if packed else self.rows.reshape(-1)
-        y = self.tiles() if columns is None else self.activations()
+        y = self.tiles(panel_kernels.tile_width(name, columns or panel_kernels.many_columns(name), along))
         for ith in range(n_threads):  # one after the other: the first gets all chunks
             kernel(out, self.out_ne, nb_of(types.F32, self.out_ne), source, self.ne, nb_of(self.type, self.ne), *y,
                    NO_PARAMS, work, ith, n_threads)  # fmt: skip
@@ -126,8 +127,8 @@ class Product:
             runs = self.y.reshape(-1, 32)
             d = np.abs(runs).max(1, keepdims=True) / np.float32(127)
             y = (np.rint(runs / d) * d.astype(np.float64)).reshape(self.y.shape)
-        elif self.w.activations == "act_bf16":
-            y = encode(types.BF16, self.y.reshape(-1, self.y.shape[2]))[1].reshape(self.y.shape)
+        elif self.w.activations != "act_f32":
+            y = encode(self.type, self.y.reshape(-1, self.y.shape[2]))[1].reshape(self.y.shape)
         return y @ self.values.swapaxes(1, 2)
 
 

@@ -62,13 +62,14 @@ def _column(e, kind, y, offset):
 
 
 @functools.cache
-def float_tile(type_name, columns, side_by_side=False):
+def float_tile(type_name, columns, side_by_side=False, ahead=0):
     """Emitted tile of a float type's panels; its arguments are those of `panel_tile`.
 
     Args:
         type_name: type of the panels.
         columns: how many it is made for.
         side_by_side: y is a tile of act_tiles, else rows y_stride apart.
+        ahead: bytes of prefetch to L2, 0: none.
     """
     kind = "BF16 dot" if type_name == "BF16" and has_bf16_dot() else type_name
     nbytes, step = NBYTES[type_name], 4 * columns if side_by_side else 4
@@ -82,6 +83,8 @@ def float_tile(type_name, columns, side_by_side=False):
             def body(i, *acc):
                 acc, wi, offset = list(acc), e.add(w, e.mul(i, nbytes)), e.mul(i, step)
                 cols = [e.add(a, offset) for a in ys]
+                for at in range(0, count * nbytes if ahead else 0, 64):
+                    e.prefetch(wi, ahead + at)
                 for u in range(count):
                     operands = _weights(e, kind, wi, u * nbytes)
                     for c in range(columns):
