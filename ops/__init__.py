@@ -20,8 +20,9 @@ from ggjit.ops.rows import *
 from ggjit.ops.scale import *
 from ggjit.ops.soft_max import *
 from ggjit.ops.unary import *
+from ggjit.ops.unary_back import *
 from ggjit.ops.views import *
 
 _FAMILIES = ("attention", "binary", "copy", "glu", "mul_mat", "norm", "pool", "repeat", "rope", "rows", "scale",
-             "soft_max", "unary", "views")  # fmt: skip
+             "soft_max", "unary", "unary_back", "views")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
