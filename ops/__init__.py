@@ -9,8 +9,10 @@ import sys
 
 from ggjit.ops.attention import *
 from ggjit.ops.binary import *
+from ggjit.ops.conv_by_im2col import *
 from ggjit.ops.copy import *
 from ggjit.ops.glu import *
+from ggjit.ops.im2col import *
 from ggjit.ops.math import *
 from ggjit.ops.mul_mat import *
 from ggjit.ops.norm import *
@@ -24,6 +26,6 @@ from ggjit.ops.unary import *
 from ggjit.ops.unary_back import *
 from ggjit.ops.views import *
 
-_FAMILIES = ("attention", "binary", "copy", "glu", "math", "mul_mat", "norm", "pool", "repeat", "rope", "rows", "scale",
-             "soft_max", "unary", "unary_back", "views")  # fmt: skip
+_FAMILIES = ("attention", "binary", "conv_by_im2col", "copy", "glu", "im2col", "math", "mul_mat", "norm", "pool",
+             "repeat", "rope", "rows", "scale", "soft_max", "unary", "unary_back", "views")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
