@@ -9,8 +9,8 @@ are added. Nothing is computed here, and the graph stays static: it may run any 
     df/dx2 = df/df * a   mul
     df/dx  = df/dx2 * x + df/dx2 * x                     mul, mul, add        8 nodes
 
-What holds for all gradients: f32, with the shape of their tensor; a rule is given a contiguous one. Only nodes that lead
-from a parameter to a loss get any. A source of integers has none, and what lies in a quantized type cannot pass one on.
+What holds for all gradients: f32, with the shape of their tensor; a rule is given a contiguous one. Only nodes that
+lead from a parameter to a loss get any. A source of integers has none; a quantized type cannot pass one on.
 
 Values that the backward nodes read again must still be there when they run. In-place forms and copies into existing
 memory may overwrite them, or take values past the graph's edges: both are found and refused.
@@ -46,6 +46,13 @@ def as_contiguous(t: Tensor) -> Tensor:
     from ggjit.ops import cont
 
     return t if t.is_contiguous else cont(t)
+
+
+def zeros(*ne: int) -> Tensor:
+    """Zeros, f32 of 4 sizes; made when the graph runs."""
+    from ggjit.ops import arange, repeat_4d
+
+    return repeat_4d(arange(0.0, 1.0, 1.0), *ne)
 
 
 def unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
@@ -91,7 +98,10 @@ def build_backward_expand(graph: Graph, grad_accs: Mapping[Tensor, Tensor] | Non
         backward.visit(position)
     for t in backward.forward:
         if t.flags & FLAG_PARAM and t in graph.grads:
-            graph.grads[t].flags |= FLAG_OUTPUT
+            grad = as_contiguous(graph.grads[t])
+            grad.flags |= FLAG_OUTPUT
+            graph.build_forward_expand(grad)
+            graph.grads[t] = grad
 
 
 def _check(graph: Graph, grad_accs: Mapping[Tensor, Tensor]) -> None:
@@ -143,9 +153,7 @@ class _Backward:
         self.graph = graph
         self.forward = list(graph.nodes)
         self.known = dict(graph.use_counts)
-        self.writes = [
-            _Write(t, i) for i, t in enumerate(self.forward) if t.view_src is not None and not t.op.view
-        ]
+        self.writes = [_Write(t, i) for i, t in enumerate(self.forward) if t.view_src is not None and not t.op.view]
         self.needed: set[Tensor] = set()
         for i, t in enumerate(self.forward):
             passes = t.type in FLOATS or t.type.is_quantized
@@ -205,7 +213,8 @@ class _Backward:
             gradient = add(before, gradient, inplace=source in graph.grad_accs and not source.flags & FLAG_LOSS)
         first = graph.n_nodes
         if gradient not in graph.use_counts:
-            gradient.name = f"grad for {source.name}"
+            if gradient.op is not NONE:
+                gradient.name = f"grad for {source.name}"
             graph.build_forward_expand(gradient)
         graph.grads[source] = gradient
         self._check_kept(node, position, graph.nodes[first:])

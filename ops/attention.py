@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import Kernel, lazy_module
 from ggjit.op import Op, unsupported
-from ggjit.ops.soft_max import alibi_slopes
+from ggjit.ops.mul_mat import mul_mat_gradients
+from ggjit.ops.soft_max import alibi_slopes, mask_gradient, sinks_gradient
 from ggjit.ops.views import permute
 from ggjit.tensor import Tensor, new_node
 
@@ -42,6 +44,7 @@ FLASH_ATTN_EXT = Op(
 )
 PRECISIONS = (0, 10)  # ggml's default and F32; both accumulate in f32 here
 PLAIN = ("F32", "F16", "BF16")
+CLOSED = -1e30  # stands for -inf where a difference of two is taken
 FEW = 12  # query rows of a KV head below which "rows" is faster
 
 
@@ -216,3 +219,48 @@ _case("token, long", 1, 1300, 3, 1, 64)
 _case("token, odd sizes", 2, 37, 5, 1, 72, 20, kind="F32", max_bias=4.0)
 _case("token, softcap", 1, 64, 7, 1, 256, logit_softcap=20.0)
 _case("prompt, softcap", 16, 64, 2, 1, 256, logit_softcap=20.0, sinks=True)
+
+
+# ---- gradient -------------------------------------------------------------------------------------------------------
+
+
+def _weights(node: Tensor, z: Tensor, scale: float) -> Tensor:
+    """soft_max of scores with the node's mask and sinks; rows that the mask closes are 0."""
+    mask, sinks = (*node.src[3:], None, None)[:2]
+    if mask is None:
+        return ops.soft_max_ext(z, None, scale, sinks=sinks)
+    bounded = ops.clamp(as_f32(mask), CLOSED, np.inf)
+    y = ops.soft_max_ext(z, bounded, scale, node.params.max_bias, sinks=sinks)
+    used = ops.view_4d(bounded, *z.ne[:2], *bounded.ne[2:], *bounded.nb[1:], 0)
+    return ops.mul(y, ops.step(ops.scale_bias(as_contiguous(used), 1.0, -0.5 * CLOSED)))
+
+
+def _scores(node: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None, float]:
+    """Scores before soft_max, what tanh gave if they are capped, and the factor that is still to come."""
+    p, cap = node.params, node.params.logit_softcap
+    z = ops.mul_mat(k, node.src[0])
+    if not cap:
+        return z, None, p.scale
+    t = ops.tanh(ops.scale(z, p.scale / cap))
+    return ops.scale(t, cap), t, 1.0
+
+
+@FLASH_ATTN_EXT.backward
+def _(node, grad, need):
+    """The scores are computed again, as nodes: [n_kv, n_tokens, n_head, ne3]."""
+    need = (*need, False, False)
+    (q, k, v), (mask, sinks), p = node.src[:3], (*node.src[3:], None, None)[:2], node.params
+    keys, values = (t if t.type in (types.F32, types.F16) else as_f32(t) for t in (k, v))
+    z, t, scale = _scores(node, keys)
+    y = _weights(node, z, scale)
+    dout = ops.cont(ops.permute(grad, 0, 2, 1, 3))  # [n_embd_v, n_tokens, n_head, ne3]
+    dy = ops.mul_mat(values, dout)
+    dv, _ = mul_mat_gradients(values, dout, y, (need[2], False))
+    dz = ops.soft_max_ext_back(dy, y, 1.0, 0.0)
+    ds = ops.scale(dz, p.scale)
+    if t is not None:
+        ds = ops.mul(ds, ops.scale_bias(ops.mul(t, t), -1.0, 1.0))
+    dk, dq = mul_mat_gradients(keys, q, ds, (need[1], need[0]))
+    dmask = mask_gradient(mask, dz, p.max_bias) if need[3] else None
+    dsinks = sinks_gradient(sinks, y, dy) if need[4] else None
+    return (dq, dk, dv, dmask, dsinks)[: len(node.src)]

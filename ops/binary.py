@@ -15,7 +15,8 @@ import functools
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import as_f32, unbroadcast
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.tensor import Tensor, can_repeat, encode, new_node, view_tensor
@@ -372,6 +373,38 @@ for _op in (ADD, SUB, MUL, DIV):
     _op.work_size(_work_size)
 for _op in (SUB, MUL, DIV):
     _op.kernel(_select)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@ADD.backward
+def _(node, grad, need):
+    return grad, unbroadcast(grad, node.src[1]) if need[1] else None
+
+
+@SUB.backward
+def _(node, grad, need):
+    return grad, ops.neg(unbroadcast(grad, node.src[1])) if need[1] else None
+
+
+@MUL.backward
+def _(node, grad, need):
+    a, b = node.src
+    return (
+        mul(grad, as_f32(b)) if need[0] else None,
+        unbroadcast(mul(grad, as_f32(a)), b) if need[1] else None,
+    )
+
+
+@DIV.backward
+def _(node, grad, need):
+    a, b = node.src
+    over = div(grad, as_f32(b))
+    if not need[1]:
+        return over, None
+    quotient = node if node.type is types.F32 else div(as_f32(a), as_f32(b))
+    return over if need[0] else None, ops.neg(unbroadcast(mul(over, quotient), b))
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

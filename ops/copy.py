@@ -18,7 +18,7 @@ import functools
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.views import as_dims
@@ -317,6 +317,18 @@ def _select(node):
 
 def _work_size(node, nth):
     return convert.scratch_size(node.src[0].type, node.type, nth)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _backward(node, grad, need):
+    """Elements pass in order; what b of cpy held does not matter."""
+    return ops.reshape(grad, node.src[0]), *[None] * (len(node.src) - 1)
+
+
+for _op in (DUP, CPY, CONT):
+    _op.backward(_backward)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

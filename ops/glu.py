@@ -13,7 +13,8 @@ import functools
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import as_f32
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.unary import FORMULAS, lanes_of
@@ -316,6 +317,45 @@ def _(node):
 @GLU.flops
 def _(node):
     return 8 * node.nelements
+
+
+# --- gradient ---------------------------------------------------------------------------------------------------------
+
+
+def _halves(node):
+    """x and g as f32: the two sources, or views of the halves of one."""
+    if len(node.src) == 2:
+        return [as_f32(t) for t in node.src]
+    a, n = node.src[0], node.ne[0]
+    begins = (n, 0) if node.params.swapped else (0, n)
+    return [as_f32(ops.view_4d(a, n, *a.ne[1:], *a.nb[1:], a.type.type_size * i)) for i in begins]
+
+
+def _clamped_gate(p, name, x, g, grad):
+    """Gradients of x and g of swiglu_oai and swiglu_clamp: 0 beyond the limits."""
+    alpha = p.alpha if name == "swiglu_oai" else 1.0
+    inside_x, inside_g = (ops.step(ops.scale_bias(t, -1.0, p.limit)) for t in (x, ops.abs(g)))
+    x, g = ops.clamp(x, -np.inf, p.limit), ops.clamp(g, -p.limit, p.limit)
+    steep = ops.scale(x, alpha)  # alpha x sigmoid(alpha x) / alpha
+    by_g = ops.mul(grad, ops.scale_bias(g, 1.0, 1.0) if name == "swiglu_oai" else g)
+    return (
+        ops.mul(ops.unary_back(by_g, steep, "silu"), inside_x),
+        ops.mul(ops.mul(grad, ops.mul(x, ops.sigmoid(steep))), inside_g),
+    )
+
+
+@GLU.backward
+def _(node, grad, need):
+    name, p = FUNCTIONS[node.params.function], node.params
+    x, g = _halves(node)
+    if name in _GATES:
+        gate = _GATES[name]
+        dx, dg = ops.unary_back(ops.mul(grad, g), x, gate), ops.mul(grad, ops.unary(x, gate))
+    else:
+        dx, dg = _clamped_gate(p, name, x, g, grad)
+    if len(node.src) == 2:
+        return dx, dg
+    return (ops.concat(dg, dx, 0) if p.swapped else ops.concat(dx, dg, 0),)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

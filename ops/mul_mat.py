@@ -21,7 +21,8 @@ import math
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import as_f32, refuse
 from ggjit.jit import lazy_module
 from ggjit.op import Op
 from ggjit.tensor import Dims, Tensor, new_node
@@ -219,3 +220,64 @@ def _(t):
 @MUL_MAT.case("q6_k many columns")
 def _(t):
     return mul_mat(t("Q6_K", 1280, 20), t("F32", 1280, 18))
+
+
+# ---- gradient ------------------------------------------------------------------------------------------------------
+
+
+def transposed(t: Tensor) -> Tensor:
+    """t with dimensions 0 and 1 swapped, contiguous."""
+    return ops.cont(ops.transpose(t))
+
+
+def sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of what was repeated as weights are, index i to i * r ... i * r + r - 1 of dimensions 2 and 3.
+
+    Args:
+        grad: f32 [ne0, ne1, N2, N3], contiguous.
+        like: [ne0, ne1, n2, n3].
+
+    Returns:
+        f32, the shape of `like`.
+    """
+    ne0, ne1, n2, n3 = like.ne
+    plane, r2, r3 = ne0 * ne1, grad.ne[2] // n2, grad.ne[3] // n3
+    if r2 > 1:
+        groups = ops.reshape_4d(grad, plane, r2, n2, grad.ne[3])
+        grad = ops.repeat_back(groups, ops.view_4d(groups, plane, 1, n2, grad.ne[3], *groups.nb[1:], 0))
+    if r3 > 1:
+        groups = ops.reshape_3d(grad, plane * n2, r3, n3)
+        grad = ops.repeat_back(groups, ops.view_3d(groups, plane * n2, 1, n3, *groups.nb[1:3], 0))
+    return ops.reshape(grad, like)
+
+
+def mul_mat_gradients(
+    a: Tensor, b: Tensor, grad: Tensor, need: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of both sources of a product, as products of transposed copies.
+
+    a: sum over columns n (and the group of a) of b[:, n] grad[:, n];  b: sum over rows m of a[:, m] grad[m, :]
+
+    Args:
+        a: weights of mul_mat, of any type.
+        b: activations of mul_mat.
+        grad: f32 [m, n, N2, N3].
+        need: which are wanted.
+
+    Returns:
+        f32 gradients of the shapes of a and b.
+    """
+    of_a = of_b = None
+    if need[0]:
+        of_a = sum_groups(mul_mat(transposed(as_f32(b)), transposed(grad)), a)
+    if need[1]:
+        of_b = mul_mat(transposed(a if a.type is types.F16 else as_f32(a)), grad)
+    return of_a, of_b
+
+
+@MUL_MAT.backward
+def _(node, grad, need):
+    a, b = node.src
+    if need[1] and is_packed(a):
+        refuse(node, "weights must lie in rows to be transposed, got a panel buffer")
+    return mul_mat_gradients(a, b, grad, need)

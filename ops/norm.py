@@ -18,7 +18,8 @@ import functools
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import as_contiguous
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -225,6 +226,26 @@ for _op in (NORM, RMS_NORM):
     _op.kernel(_select)
     _op.work_size(_work_size)
     _op.flops(_flops)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def centered(a: Tensor) -> Tensor:
+    """a less the mean of each row."""
+    return ops.sub(a, ops.mean(a))
+
+
+@NORM.backward
+def _(node, grad, need):
+    """norm(x) is rms_norm of the differences from the mean."""
+    x = centered(as_contiguous(node.src[0]))
+    return (centered(ops.rms_norm_back(grad, x, node.params.eps)),)
+
+
+@RMS_NORM.backward
+def _(node, grad, need):
+    return (ops.rms_norm_back(grad, as_contiguous(node.src[0]), node.params.eps),)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

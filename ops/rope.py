@@ -25,7 +25,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import refuse
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.views import permute
@@ -450,3 +451,21 @@ _case("normal f16", 32, 2, 3, n_dims=24, mode=NORMAL, kind="F16")
 _case("mrope", 64, 2, 4, n_dims=64, mode=MROPE, sections=(16, 8, 6, 2))
 _case("vision", 48, 2, 4, n_dims=24, mode=VISION, sections=(12, 12, 0, 0), factors=True, yarn=True)
 _case("imrope", 64, 2, 4, n_dims=60, mode=IMROPE, sections=(11, 11, 8, 0), yarn=True)
+
+
+# ---- gradient -------------------------------------------------------------------------------------------------------
+
+
+@ROPE.backward
+def _(node, grad, need):
+    b, p = node.src[1], node.params
+    c = node.src[2] if len(node.src) > 2 else None
+    if c is not None and need[2]:
+        refuse(node, "the frequency factors have no gradient")
+    values = (p.n_ctx_orig, p.freq_base, p.freq_scale, p.ext_factor, p.attn_factor, p.beta_fast, p.beta_slow)
+    if p.mode in MULTI:
+        sections = (p.section0, p.section1, p.section2, p.section3)
+        made = ops.rope_multi_back(grad, b, c, p.n_dims, sections, p.mode, *values, offset=p.offset)
+    else:
+        made = ops.rope_ext_back(grad, b, c, p.n_dims, p.mode, *values, offset=p.offset)
+    return made, *[None] * (len(node.src) - 1)

@@ -14,10 +14,12 @@ import functools
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import zeros
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.copy import as_type
+from ggjit.ops.views import VIEW
 from ggjit.tensor import Tensor, new_node, view_tensor
 
 convert = lazy_module("ggjit.ops.lib.convert")
@@ -273,3 +275,49 @@ def _cases():
 
 
 _cases()
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@GET_ROWS.backward
+def _(node, grad, need):
+    """Rows are added where they came from; of batches one matrix at a time."""
+    a, ids = node.src
+    if a.ne[2] * a.ne[3] == 1:
+        return ops.get_rows_back(grad, ids, a), None
+    planes = []
+    for i3 in range(a.ne[3]):
+        for i2 in range(a.ne[2]):
+            g = ops.view_2d(grad, *grad.ne[:2], grad.nb[1], i2 * grad.nb[2] + i3 * grad.nb[3])
+            at = ops.view_1d(ids, ids.ne[0], i2 * ids.nb[1] + i3 * ids.nb[2])
+            like = ops.view_2d(a, *a.ne[:2], a.nb[1], 0)
+            planes.append(ops.get_rows_back(g, at, like))
+    return ops.reshape(functools.reduce(lambda x, y: ops.concat(x, y, 2), planes), a), None
+
+
+@SET_ROWS.backward
+def _(node, grad, need):
+    """b: the rows that stayed, those that a later one replaced have none. a: all rows that were not replaced."""
+    b, ids, a = node.src
+    every = _numbers(ids, b)
+    of_b = of_a = None
+    if need[0]:
+        # Each row's number is written where the row went; it has stayed where its own number is found.
+        number = ops.reshape_2d(ops.arange(0.0, float(b.ne[1]), 1.0), 1, b.ne[1])
+        own = ops.repeat_4d(number, 1, *b.ne[1:])
+        found = get_rows(set_rows(zeros(1, *a.ne[1:]), own, ids), every)
+        lost = ops.step(ops.abs(ops.sub(found, own)))
+        of_b = ops.mul(get_rows(grad, every), ops.scale_bias(lost, -1.0, 1.0))
+    if need[2]:
+        of_a = set_rows(ops.cont(grad), zeros(*b.ne), ids)
+    return of_b, None, of_a
+
+
+def _numbers(ids: Tensor, b: Tensor) -> Tensor:
+    """The numbers as i32 [n, b.ne2, b.ne3]; of i64 the low halves."""
+    if ids.type is types.I64:
+        ids = new_node(VIEW, types.I32, ids.ne, (ids,), (0,), ids.nb, ids, 0)
+    if ids.ne[1:3] == b.ne[2:]:
+        return ids
+    return ops.repeat_4d(ids, ids.ne[0], b.ne[2], b.ne[3], 1)

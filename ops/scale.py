@@ -109,6 +109,11 @@ def _(node):
     return 2 * node.nelements
 
 
+@SCALE.backward
+def _(node, grad, need):
+    return (scale(grad, node.params.s),)
+
+
 for _n in (1, 15, 17, 65, 577):
     SCALE.case(f"row of {_n}")(lambda t, n=_n: scale(t("F32", n), 0.125))
 

@@ -15,7 +15,8 @@ import math
 
 import numpy as np
 
-from ggjit import types
+from ggjit import ops, types
+from ggjit.autodiff import as_contiguous, refuse
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -396,6 +397,24 @@ def _(node):
     if node.type not in (types.F32, types.F16, types.BF16):
         return None
     return make_unary(FUNCTIONS[node.params.function], node.type.name, node.type.type_size)
+
+
+# --- gradient ---------------------------------------------------------------------------------------------------------
+
+
+@UNARY.backward
+def _(node, grad, need):
+    """ggml's gradients of sgn and step are 0; those of floor, ceil, round and trunc do not exist."""
+    a, name, p = node.src[0], FUNCTIONS[node.params.function], node.params
+    if name in ("floor", "ceil", "round", "trunc"):
+        refuse(node, f"{name} has no gradient")
+    if name in ("sgn", "step"):
+        return (None,)
+    if name == "neg":
+        return (neg(grad),)
+    if name == "silu" and a.type is types.F32:
+        return (ops.silu_back(grad, as_contiguous(a)),)
+    return (ops.unary_back(grad, a, name, (p.alpha_n, p.alpha_p, p.beta, p.eps)),)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ggjit import ops
+from ggjit.autodiff import refuse, zeros
 from ggjit.op import Op
 from ggjit.tensor import Dims, Tensor, contiguous_nb, new_node
 from ggjit.types import Type
@@ -354,3 +356,74 @@ def _(t):
 @TRANSPOSE.case("of a permuted tensor")
 def _(t):
     return transpose(permute(t("I32", 6, 5, 4), 0, 2, 1, 3))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@RESHAPE.backward
+def _(node, grad, need):
+    return (reshape(grad, node.src[0]),)
+
+
+@TRANSPOSE.backward
+def _(node, grad, need):
+    return (transpose(grad),)
+
+
+@PERMUTE.backward
+def _(node, grad, need):
+    p = node.params
+    return (permute(grad, *np.argsort([p.axis0, p.axis1, p.axis2, p.axis3]).tolist()),)
+
+
+@VIEW.backward
+def _(node, grad, need):
+    """Add the gradient to zeros laid out as the bytes of the source are, then read them as the source lies there."""
+    source, size = node.src[0], node.type.type_size
+    offset = node.params.offset
+    if any(n % size for n in (*source.nb, *node.nb, offset)):
+        refuse(node, f"strides and offset must be multiples of the {size} bytes of {node.type.name}")
+    if any(nb < extent for nb, extent in _extents(source)):
+        refuse(node, "rows of the source must not overlap")
+    memory = zeros(max(source.nbytes, offset + node.nbytes) // size, 1, 1, 1)
+    for part, at in _apart(node, grad):
+        memory = ops.acc(memory, part, *[4 * (n // size) for n in node.nb[1:]], 4 * ((offset + at) // size))
+    return (_read_as(source, memory),)
+
+
+def _extents(t: Tensor) -> list[tuple[int, int]]:
+    """For each dimension with more than one element its stride and the bytes that those with smaller strides span."""
+    found, extent = [], t.type.type_size
+    for nb, ne in sorted((nb, ne) for nb, ne in zip(t.nb, t.ne, strict=True) if ne > 1):
+        found.append((nb, extent))
+        extent += nb * (ne - 1)
+    return found
+
+
+def _apart(node: Tensor, grad: Tensor) -> list[tuple[Tensor, int]]:
+    """Parts of a view's gradient whose elements do not overlap, with their byte offsets in the view."""
+    overlapping = {nb for nb, extent in _extents(node) if nb < extent}
+    parts = [(grad, 0)]
+    for d in range(1, 4):
+        if node.ne[d] > 1 and node.nb[d] in overlapping:
+            parts = [(_slice(g, d, i), at + node.nb[d] * i) for g, at in parts for i in range(node.ne[d])]
+    return parts
+
+
+def _slice(t: Tensor, dim: int, i: int) -> Tensor:
+    """Element i of a dimension, contiguous."""
+    ne = [1 if d == dim else n for d, n in enumerate(t.ne)]
+    return ops.cont(view_4d(t, *ne, *t.nb[1:], t.nb[dim] * i))
+
+
+def _read_as(t: Tensor, memory: Tensor) -> Tensor:
+    """The elements of t from f32 that lie as the bytes of t do."""
+    if t.is_contiguous:
+        return reshape(view_1d(memory, t.nelements, 0), t)
+    size = t.type.type_size
+    order = sorted(range(4), key=lambda d: (t.nb[d], t.ne[d] > 1))
+    if t.nb[order[0]] != size:
+        order.sort(key=lambda d: t.nb[d] != size)
+    nb = [4 * (t.nb[d] // size) for d in order]
+    return permute(view_4d(memory, *[t.ne[d] for d in order], *nb[1:], 0), *order)
