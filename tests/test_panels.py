@@ -278,6 +278,23 @@ def test_instructions(name, columns, instruction, count):
     assert not any(re.search(r"\(%rsp\).*zmm|zmm.*\(%rsp\)", line) for line in hot[0])
 
 
+AVX_VNNI = """
+from ggjit import cpu
+name, features = cpu._PLAIN["avx2"]
+cpu._PLAIN["avx2"] = name, features + ",+avxvnni"
+from ggjit.ops.lib import panel_kernels
+print(panel_kernels.few_kernel("Q4_1", 1, True).asm())
+"""
+
+
+@pytest.mark.skipif("avx2" not in X86, reason="needs AVX2")
+def test_avx_vnni():
+    """A CPU with AVX-VNNI gets its dot product in 256 bits (compiled only: the machine may not have it)."""
+    env = {**os.environ, "GGJIT_CPU": "avx2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run([sys.executable, "-c", AVX_VNNI], env=env, capture_output=True, text=True, check=True)
+    assert re.search(r"vpdpbusd\s.*%ymm", out.stdout) and "vpmaddubsw" not in out.stdout
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     main()

@@ -15,7 +15,7 @@ An operand is 64 bytes: a Python list of one 512-bit, two 256-bit or four 128-bi
 that list, so one description serves every CPU level:
 
     avx512   one vector; vpdpbusd
-    avx2     two vectors; vpmaddubsw
+    avx2     two vectors; vpdpbusd where the CPU has AVX-VNNI, else vpmaddubsw
     others   four vectors of plain LLVM operations without target intrinsics (portable)
 
 Numba is imported when a kernel that calls an emitted function is compiled, not before.
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from ggjit.cpu import target
 from ggjit.ops.lib.emitted import emitted
 
 __all__ = [
@@ -81,6 +82,7 @@ class Emit:
     def __init__(self, builder, level):
         self.b, self.level = builder, level
         self.portable = level not in BITS
+        self.vnni = level == "avx512" or (level == "avx2" and "+avxvnni" in target()[1].split(","))
         self.bits = BITS.get(level, 128)
         self.parts = 512 // self.bits
         self.lanes = self.bits // 32
@@ -469,11 +471,12 @@ class Emit:
     def dot4(self, acc, u, s):
         """Return acc + sum over each four bytes of u (unsigned) * s (signed, -127 .. 127), exact.
 
-        At level "avx2" u must be at most 127, since vpmaddubsw saturates 16-bit sums of two products; `pairs` and
-        `pairs_to_i32` are its two steps.
+        At level "avx2" without VNNI u must be at most 127, since vpmaddubsw saturates 16-bit sums of two products;
+        `pairs` and `pairs_to_i32` are its two steps.
         """
-        if self.level == "avx512":
-            return self.map(lambda a, x, y: self.call("llvm.x86.avx512.vpdpbusd.512", a.type, a, x, y), acc, u, s)
+        if self.vnni:
+            name = f"llvm.x86.avx512.vpdpbusd.{self.bits}"
+            return self.map(lambda a, x, y: self.call(name, a.type, a, x, y), acc, u, s)
         if self.level == "avx2":
             return self.iadd(acc, self.pairs_to_i32(self.pairs(u, s)))
         return self.map(lambda a, x, y: self.b.add(a, self._dot4_portable(x, y)), acc, u, s)

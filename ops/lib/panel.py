@@ -22,7 +22,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ggjit import types
-from ggjit.jit import jitted, lazy_module
+from ggjit.jit import cpu_level, jitted, lazy_module
 from ggjit.ops.lib.emit import I64, ROWS, Emit, emitted
 from ggjit.ops.quants.quant import Part
 
@@ -39,7 +39,7 @@ AHEAD = 8192  # bytes of prefetch to L2 where arithmetic takes about as long as 
 
 def _sums(e, part, init, cols, at, limit):
     """init + the dot products of a part's operands with each column's codes at offset `at`."""
-    if e.level == "avx2":
+    if e.level == "avx2" and not e.vnni:
         return _sums_avx2(e, part, init, cols, at, limit)
     sums = list(init)
     for i, operand in enumerate(part.operands):
@@ -223,10 +223,22 @@ def panel_tile(type_name, columns):
 
 
 class Unpacked(NamedTuple):
-    """A run of 32: 8 operands of value + 128, then f32[16] scale (one or two), then as many minimums if there are."""
+    """A run of 32: 8 operands of value + offset, then f32[16] scale (one or two), then as many minimums if there are.
+
+    The offset is 128, so that types share their tiles. At level "avx2" types with values up to 127 keep their own: the
+    smaller the values, the more of them vpmaddubsw can sum in 16 bits.
+
+    Attributes:
+        parts: scales of a run.
+        minimum: are there minimums.
+        offset_shift: log2 of the offset, None: no offset.
+        limit: largest operand byte.
+    """
 
     parts: int
     minimum: bool
+    offset_shift: int | None = 7
+    limit: int = 255
 
     @property
     def nbytes(self):
@@ -237,32 +249,35 @@ class Unpacked(NamedTuple):
 def unpacked_form(type_name):
     """The unpacked form of a type."""
     p = types.by_name(type_name).quant.panel
+    if cpu_level() == "avx2" and p.limit <= 127:
+        return Unpacked(p.parts, p.minimum, p.offset_shift, p.limit)
     return Unpacked(p.parts, p.minimum)
 
 
 @functools.cache
-def unpacked_tile(parts, minimum, columns):
+def unpacked_tile(form, columns):
     """Emitted tile of unpacked runs."""
+    parts, minimum, offset_shift, limit = form
 
     def runs(e, w, step):
         out = []
         for j in range(parts):
             operands = [e.load_bytes(w, 64 * g) for g in range(8 // parts * j, 8 // parts * (j + 1))]
             m = e.load_f32(w, 512 + 64 * (parts + j)) if minimum else None
-            out.append(Part(operands, e.load_f32(w, 512 + 64 * j), 7, m))
+            out.append(Part(operands, e.load_f32(w, 512 + 64 * j), offset_shift, m))
         yield out
 
-    return _tile(runs, RUN, Unpacked(parts, minimum).nbytes, 255, 1, columns, 0)
+    return _tile(runs, RUN, form.nbytes, limit, 1, columns, 0)
 
 
-def _store_unpacked(e, at, parts):
-    """One run in unpacked form: factors of operands divided out, offsets made 128."""
+def _store_unpacked(e, at, parts, offset_shift):
+    """One run in unpacked form: factors of operands divided out, offsets changed to the form's."""
     g = 0
     for j, part in enumerate(parts):
-        offset = 0 if part.offset_shift is None else 1 << part.offset_shift >> part.factor
+        more = _offset(offset_shift) - (_offset(part.offset_shift) >> part.factor)
         for operand in part.operands:
             x = e.shr(operand, part.factor)  # bits below the factor are zero: none come in from the neighbour
-            e.store(at, e.iadd(x, e.bytes_const(128 - offset)) if offset != 128 else x, 64 * g)
+            e.store(at, e.iadd(x, e.bytes_const(more)) if more else x, 64 * g)
             g += 1
         scale = e.fmul(part.scale, e.f32_const(2.0**part.factor)) if part.factor else part.scale
         e.store(at, scale, 512 + 64 * j)
@@ -270,12 +285,17 @@ def _store_unpacked(e, at, parts):
             e.store(at, part.minimum, 512 + 64 * (len(parts) + j))
 
 
+def _offset(shift):
+    return 0 if shift is None else 1 << shift
+
+
 @functools.cache
 def unpack(type_name):
     """Emitted (w, u, n): n panel blocks at w to unpacked runs at u."""
     p = types.by_name(type_name).quant.panel
     runs, size, nbytes, steps = p.runs, p.blck_size, p.nbytes, p.steps
-    u_nbytes = unpacked_form(type_name).nbytes
+    form = unpacked_form(type_name)
+    u_nbytes, offset_shift = form.nbytes, form.offset_shift
 
     @emitted("w u n")
     def unpack_blocks(e, w, u, n):
@@ -285,7 +305,7 @@ def unpack(type_name):
             def step(j):
                 base = e.add(at, e.mul(j, size // RUN // steps * u_nbytes)) if steps > 1 else at
                 for r, parts in enumerate(runs(e, wi, j)):
-                    _store_unpacked(e, e.add(base, r * u_nbytes), parts)
+                    _store_unpacked(e, e.add(base, r * u_nbytes), parts, offset_shift)
                 return []
 
             if steps == 1:
@@ -303,14 +323,18 @@ def check_panel(type_name):
     """Emit a type's panel block into a scrap function and compare it with what its `Panel` says.
 
     Raises:
-        ValueError: parts or minimum are not as said, or the runs do not cover the block.
+        ValueError: parts, minimum or offset are not as said, or the runs do not cover the block.
     """
     p = types.by_name(type_name).quant.panel
     scrap = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [I64]), "scrap")
     e = Emit(ir.IRBuilder(scrap.append_basic_block()), "avx2")
     found = list(p.runs(e, scrap.args[0], 0 if p.steps == 1 else e.i64(0)))
-    given = {(len(r), r[0].minimum is not None, sum(len(part.operands) for part in r)) for r in found}
-    if given != {(p.parts, p.minimum, 8)} or len(found) * p.steps * RUN != p.blck_size:
+    given = {
+        (len(r), part.minimum is not None, _offset(part.offset_shift) >> part.factor, sum(len(q.operands) for q in r))
+        for r in found
+        for part in r
+    }
+    if given != {(p.parts, p.minimum, _offset(p.offset_shift), 8)} or len(found) * p.steps * RUN != p.blck_size:
         raise ValueError(f"check_panel: runs of {type_name} must be as its panel says, got {given}, {len(found)} runs")
 
 

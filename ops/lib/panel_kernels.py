@@ -218,7 +218,7 @@ def prepared(type_name, packed):
     columns, w = many_columns(type_name), weights(type_name)
     if type_name not in float_panel.UNITS:
         form = panel.unpacked_form(type_name)
-        tile = panel.unpacked_tile(form.parts, form.minimum, columns)
+        tile = panel.unpacked_tile(form, columns)
         runs = w.unit // panel.RUN
         convert, packed_nbytes = panel.unpack(type_name), 0 if packed else w.nbytes
         return Prepared(runs * form.nbytes, packed_nbytes, tile, columns, w.y_nbytes, convert, runs)

@@ -108,4 +108,5 @@ def runs(e, w, step):
     return [[Part(load_nibbles(e, w, 32), d, 3)]]
 
 
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, Panel(32, 288, 15, pack_block, runs)))
+PANEL = Panel(32, 288, 15, pack_block, runs, offset_shift=3)
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))

@@ -237,5 +237,5 @@ def runs(e, w, step):
     return [parts]
 
 
-PANEL = Panel(256, 3360, 63, pack_block, runs, steps=8, parts=2)
+PANEL = Panel(256, 3360, 63, pack_block, runs, steps=8, parts=2, offset_shift=5)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))

@@ -106,4 +106,5 @@ def runs(e, w, step):
     return [[Part([e.load_bytes(w, 32 + 64 * g) for g in range(8)], d, 7)]]
 
 
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, Panel(32, 544, 255, pack_block, runs)))
+PANEL = Panel(32, 544, 255, pack_block, runs, offset_shift=7)
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))

@@ -63,6 +63,7 @@ class Panel:
         steps: the block is read in that many equal steps; `step` is then an i64 value, else the int 0.
         parts: parts in a run.
         minimum: do parts have a minimum.
+        offset_shift: log2 of what is added to values to make them unsigned; None: nothing.
     """
 
     blck_size: int
@@ -73,6 +74,7 @@ class Panel:
     steps: int = 1
     parts: int = 1
     minimum: bool = False
+    offset_shift: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
