@@ -17,6 +17,7 @@ from ggjit.ops.math import *
 from ggjit.ops.mul_mat import *
 from ggjit.ops.norm import *
 from ggjit.ops.pool import *
+from ggjit.ops.reduce import *
 from ggjit.ops.repeat import *
 from ggjit.ops.rope import *
 from ggjit.ops.rows import *
@@ -27,5 +28,5 @@ from ggjit.ops.unary_back import *
 from ggjit.ops.views import *
 
 _FAMILIES = ("attention", "binary", "conv_by_im2col", "copy", "glu", "im2col", "math", "mul_mat", "norm", "pool",
-             "repeat", "rope", "rows", "scale", "soft_max", "unary", "unary_back", "views")  # fmt: skip
+             "reduce", "repeat", "rope", "rows", "scale", "soft_max", "unary", "unary_back", "views")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]

@@ -13,10 +13,10 @@ import functools
 import numpy as np
 
 from ggjit import types
+from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.binary import div, mul
-from ggjit.ops.copy import cont
 from ggjit.ops.scale import scale, scale_bias
 from ggjit.ops.unary import step
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -278,39 +278,39 @@ for _op in LANES:
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def packed(a: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous, else a copy: for backward rules, whose sources have any layout."""
-    return a if a.is_contiguous else cont(a)
+def _values(a: Tensor) -> Tensor:
+    """As contiguous f32."""
+    return as_contiguous(as_f32(a))
 
 
 @SQR.backward
 def _(node, grad, need):
-    return (mul(grad, scale(packed(node.src[0]), 2.0)),)
+    return (mul(grad, scale(_values(node.src[0]), 2.0)),)
 
 
 @SQRT.backward
 def _(node, grad, need):
-    return (div(scale(packed(grad), 0.5), node),)
+    return (div(scale(grad, 0.5), as_f32(node)),)
 
 
 @LOG.backward
 def _(node, grad, need):
-    return (div(grad, node.src[0]),)
+    return (div(grad, as_f32(node.src[0])),)
 
 
 @SIN.backward
 def _(node, grad, need):
-    return (mul(grad, cos(node.src[0])),)
+    return (mul(grad, cos(as_f32(node.src[0]))),)
 
 
 @COS.backward
 def _(node, grad, need):
-    return (mul(grad, scale(sin(node.src[0]), -1.0)),)
+    return (mul(grad, scale(sin(as_f32(node.src[0])), -1.0)),)
 
 
 @CLAMP.backward
 def _(node, grad, need):
-    a = packed(node.src[0])
+    a = _values(node.src[0])
     above = step(scale_bias(a, 1.0, -node.params.min))
     below = step(scale_bias(a, -1.0, node.params.max))
     return (mul(mul(grad, above), below),)
@@ -319,7 +319,7 @@ def _(node, grad, need):
 @LEAKY_RELU.backward
 def _(node, grad, need):
     slope = node.params.negative_slope
-    return (mul(grad, scale_bias(step(node.src[0]), 1.0 - slope, slope)),)
+    return (mul(grad, scale_bias(step(as_f32(node.src[0])), 1.0 - slope, slope)),)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

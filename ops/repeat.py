@@ -17,8 +17,9 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
+from ggjit.ops.copy import cont
 from ggjit.ops.norm import sum_of
-from ggjit.ops.views import as_dims
+from ggjit.ops.views import as_dims, view_4d
 from ggjit.tensor import Dims, Tensor, can_repeat, new_node
 
 convert = lazy_module("ggjit.ops.lib.convert")
@@ -280,7 +281,6 @@ def make_concat(type_name: str, blck: int, size: int):
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to = rows.offset(dst_nb, i1, i2, i3) + begin // blck * size
-            skip = begin // blck * src0_nb[0]
             if dim == 0:
                 middle = ne00 if ne00 < end else end
                 if begin < middle:
@@ -292,7 +292,8 @@ def make_concat(type_name: str, blck: int, size: int):
                     at = rows.offset(src1_nb, i1, i2, i3) + (middle - ne00) // blck * src1_nb[0]
                     piece(dst, to + (middle - begin) // blck * size, src1, at, src1_nb[0], end - middle)
             elif i1 < src0_ne[1] and i2 < src0_ne[2] and i3 < src0_ne[3]:
-                piece(dst, to, src0, rows.offset(src0_nb, i1, i2, i3) + skip, src0_nb[0], end - begin)
+                piece(dst, to, src0, rows.offset(src0_nb, i1, i2, i3) + begin // blck * src0_nb[0], src0_nb[0],
+                      end - begin)  # fmt: skip
             else:
                 at = rows.offset(src1_nb, i1 - a1, i2 - a2, i3 - a3) + begin // blck * src1_nb[0]
                 piece(dst, to, src1, at, src1_nb[0], end - begin)
@@ -308,10 +309,6 @@ def _(node):
 
 @CONCAT.backward
 def _(node, grad, need):
-    from ggjit.ops.copy import cont
-    from ggjit.ops.views import view_4d
-
-    grad = grad if grad.is_contiguous_rows else cont(grad)
     a, b = node.src
     skip = a.ne[node.params.dim] * grad.nb[node.params.dim]
     return tuple(
