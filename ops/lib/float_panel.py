@@ -9,9 +9,9 @@ A panel holds 16 rows, along K:
 
 One chain of multiply-adds in k order per output, in every tile.
 
-Ladder (F32, one Zen 4 core, share of the FMA peak at 512 columns; OpenBLAS .80-.85):
-    8 columns x 16 rows, whole K        .75
-    K in slices of 256, sums kept in the result between slices, 16 panels a group in L2; 12 columns: .93-.96
+Ladder (F32, one Zen 4 core, share of the FMA peak at 512 columns, K = 4096; OpenBLAS .80-.85):
+    12 columns, K in slices of 256, sums kept in the result between slices, a group of panels in L2    .68
+    columns side by side (act_tiles): they no longer meet in the same cache sets                        .87
 """
 
 import functools

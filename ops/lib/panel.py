@@ -9,11 +9,12 @@ A panel (see `ggjit.ops.quants.quant`) is multiplied by columns of activations q
 
 The integer sums s are exact, so how they are split does not show in the bits.
 
-Ladder (Q4_1, one Zen 4 core, share of plain reads at one column / of the dot peak at 512 columns):
-    row-major dot products              0.1-0.4 / 0.2
-    panels, loads in any order          0.79-0.91
-    loads in ascending order            1.05 / 0.71 (8 columns, decoded for each 8)
-    unpacked once for all columns       - / 0.69, and one tile for all types
+Ladder (Q6_K, one Zen 4 core; share of plain reads at one column / of the dot peak at 512 columns, K = 4096):
+    row-major dot products                          0.1-0.4 / 0.2
+    panels, loads in the compiler's order           0.79-0.91
+    loads in ascending order                        0.97-1.05 / 0.61 (decoded for each 8 columns)
+    unpacked once for all columns, K in slices      - / 0.57, and four tiles serve all types
+    activations' rows an odd number of lines apart  - / 0.64
 """
 
 import functools

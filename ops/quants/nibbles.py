@@ -13,7 +13,7 @@ from ggjit.ops.quants.quant import Bytes
 
 def join_nibbles(q: Bytes) -> Bytes:
     """32 values of 4 bits a block to 16 bytes."""
-    return q[..., :16] | q[..., 16:] << 4
+    return np.bitwise_or(q[..., :16], q[..., 16:] << 4, dtype=np.uint8)
 
 
 def split_nibbles(b: Bytes) -> Bytes:
