@@ -6,10 +6,6 @@ import argparse
 import sys
 import time
 
-# Numbers of tokens that between them use every kernel: products have one each for 1, 2, 3, 4, 6 and 8 columns, and one
-# for many.
-TOKENS = (1, 2, 3, 4, 6, 8, 64)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `warmup`."""
@@ -27,11 +23,7 @@ def run(args: argparse.Namespace) -> int:
     progress = sys.stderr.isatty()
     start = time.perf_counter()
     path = pull(args.model, progress=progress)
-    with gg.LLM(
-        path, n_ctx=256, n_threads=args.threads, kv_type=args.kv_type, repack=args.repack, progress=progress
-    ) as llm:
-        for n in TOKENS:
-            for n_outputs in {1, n}:
-                llm.context.graph(n, llm.n_ctx, n_outputs)
+    with gg.LLM(path, n_threads=args.threads, kv_type=args.kv_type, repack=args.repack, progress=progress) as llm:
+        llm.warmup()
     print(f"ready after {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return 0

@@ -305,12 +305,12 @@ class LLM:
 
     def warmup(self) -> None:
         """Build a graph of each kind that a conversation may meet, which compiles the kernels that the model needs."""
-        cells, full = self.context.cache, self.context.cache.n_cells
+        cells = self.context.cache
         with self._lock:
-            for n in sorted({1, 2, 3, 4, 6, 8, self.context.n_ubatch}):  # products have kernels for these few columns
-                if n <= self.n_ctx:
+            for n in (1, 2, 3, 4, 6, 8, 64):  # products have a kernel for each of these few columns, and one for many
+                if n <= min(self.n_ctx, self.context.n_ubatch):
                     self.context.graph(n, cells.window(np.arange(n)), 1)
-                    self.context.graph(n, full, 1)
+                    self.context.graph(n, cells.n_cells, n)  # long contexts share the cache among threads
 
     # -- end ---------------------------------------------------------------------------------------------------------
 
