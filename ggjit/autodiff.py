@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ggjit import types
 from ggjit.op import NONE
-from ggjit.tensor import FLAG_LOSS, FLAG_OUTPUT, FLAG_PARAM, Tensor, new_tensor
+from ggjit.tensor import FLAG_LOSS, FLAG_OUTPUT, FLAG_PARAM, Tensor, contiguous_nb, new_tensor
 
 if TYPE_CHECKING:
     from ggjit.graph import Graph
@@ -42,10 +42,12 @@ def as_f32(t: Tensor) -> Tensor:
 
 
 def as_contiguous(t: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous, else a contiguous copy."""
-    from ggjit.ops import cont
+    """The tensor itself if it has the strides of a new one, else a view that has them, or a copy."""
+    from ggjit.ops import cont, reshape
 
-    return t if t.is_contiguous else cont(t)
+    if t.nb == contiguous_nb(t.type, t.ne):
+        return t
+    return reshape(t, t) if t.is_contiguous else cont(t)
 
 
 def zeros(*ne: int) -> Tensor:
@@ -179,6 +181,8 @@ class _Backward:
         need = tuple(s is not None and s in self.needed for s in node.src)
         if not any(need):
             return
+        if node.type not in FLOATS:
+            refuse(node, f"a gradient must pass through F32, F16 or BF16, got {node.type.name}")
         if node.op.inplace and node.view_src is not None:
             refuse(node, "the source must be kept for the backward pass, got the in-place form")
         for s, wanted in zip(node.src, need, strict=True):

@@ -12,7 +12,7 @@ A ladder on one Zen 4 core, f16 K and V, 9 heads of 64 on 3 KV heads:
 | version | 512 causal tokens: share of the FMA peak | 1 token over 4096 rows: share of plain reads |
 |---|---|---|
 | one chain of d for a score, KV tiles of 32 | .75, but a token alone gets other bits | .5 to .67, other bits |
-| 16 partial sums of d and a fixed tree, KV tiles of 16 | .70 to .73 | .5 |
+| 16 partial sums of d and a fixed tree, KV tiles of 16 | .70 to .75 | .5 |
 
 Long contexts with few queries are split among threads by chunks of 512 KV rows, merged in order by a second step.
 """
@@ -250,7 +250,7 @@ def _(node, grad, need):
     """The scores are computed again, as nodes: [n_kv, n_tokens, n_head, ne3]."""
     need = (*need, False, False)
     (q, k, v), (mask, sinks), p = node.src[:3], (*node.src[3:], None, None)[:2], node.params
-    keys, values = (t if t.type in (types.F32, types.F16) else as_f32(t) for t in (k, v))
+    keys, values = as_f32(k), as_f32(v)
     z, t, scale = _scores(node, keys)
     y = _weights(node, z, scale)
     dout = ops.cont(ops.permute(grad, 0, 2, 1, 3))  # [n_embd_v, n_tokens, n_head, ne3]

@@ -226,8 +226,10 @@ def _(t):
 
 
 def transposed(t: Tensor) -> Tensor:
-    """t with dimensions 0 and 1 swapped, contiguous."""
-    return ops.cont(ops.transpose(t))
+    """t with dimensions 0 and 1 swapped, as contiguous f32."""
+    if t.type in (types.F16, types.BF16):
+        return ops.cast(ops.transpose(t), types.F32)
+    return ops.cont(ops.transpose(as_f32(t)))
 
 
 def sum_groups(grad: Tensor, like: Tensor) -> Tensor:
@@ -258,6 +260,8 @@ def mul_mat_gradients(
 
     a: sum over columns n (and the group of a) of b[:, n] grad[:, n];  b: sum over rows m of a[:, m] grad[m, :]
 
+    All factors are f32: mul_mat rounds what meets f16 and bf16 weights, and small gradients would be lost.
+
     Args:
         a: weights of mul_mat, of any type.
         b: activations of mul_mat.
@@ -269,9 +273,9 @@ def mul_mat_gradients(
     """
     of_a = of_b = None
     if need[0]:
-        of_a = sum_groups(mul_mat(transposed(as_f32(b)), transposed(grad)), a)
+        of_a = sum_groups(mul_mat(transposed(b), transposed(grad)), a)
     if need[1]:
-        of_b = mul_mat(transposed(a if a.type is types.F16 else as_f32(a)), grad)
+        of_b = mul_mat(transposed(a), grad)
     return of_a, of_b
 
 
