@@ -11,6 +11,7 @@ from ggjit.ops.attention import *
 from ggjit.ops.binary import *
 from ggjit.ops.conv import *
 from ggjit.ops.conv_by_im2col import *
+from ggjit.ops.conv_transpose import *
 from ggjit.ops.copy import *
 from ggjit.ops.glu import *
 from ggjit.ops.im2col import *
@@ -29,7 +30,7 @@ from ggjit.ops.unary import *
 from ggjit.ops.unary_back import *
 from ggjit.ops.views import *
 
-_FAMILIES = ("attention", "binary", "conv", "conv_by_im2col", "copy", "glu", "im2col", "math", "mul_mat", "norm",
-             "pool", "reduce", "repeat", "rope", "rows", "scale", "set", "soft_max", "unary", "unary_back",
-             "views")  # fmt: skip
+_FAMILIES = ("attention", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "glu", "im2col", "math",
+             "mul_mat", "norm", "pool", "reduce", "repeat", "rope", "rows", "scale", "set", "soft_max", "unary",
+             "unary_back", "views")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
