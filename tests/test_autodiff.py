@@ -200,7 +200,9 @@ def test_no_rule(ctx):
     op = Op("test_autodiff_opaque")
     y = new_node(op, gg.F32, (1, 1, 1, 1), (param([1.0]),)).set_name("y")
     y.set_loss()
-    assert refused(y) == "build_backward_expand: test_autodiff_opaque: a backward rule must be registered, got none ('y')"
+    assert (
+        refused(y) == "build_backward_expand: test_autodiff_opaque: a backward rule must be registered, got none ('y')"
+    )
 
 
 def test_in_place_form(ctx):
