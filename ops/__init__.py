@@ -8,6 +8,7 @@ reaches the file.
 import sys
 
 from ggjit.ops.attention import *
+from ggjit.ops.back import *
 from ggjit.ops.binary import *
 from ggjit.ops.conv import *
 from ggjit.ops.conv_by_im2col import *
@@ -29,8 +30,9 @@ from ggjit.ops.soft_max import *
 from ggjit.ops.unary import *
 from ggjit.ops.unary_back import *
 from ggjit.ops.views import *
+from ggjit.ops.window import *
 
-_FAMILIES = ("attention", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "glu", "im2col", "math",
-             "mul_mat", "norm", "pool", "reduce", "repeat", "rope", "rows", "scale", "set", "soft_max", "unary",
-             "unary_back", "views")  # fmt: skip
+_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "glu", "im2col",
+             "math", "mul_mat", "norm", "pool", "reduce", "repeat", "rope", "rows", "scale", "set", "soft_max",
+             "unary", "unary_back", "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]

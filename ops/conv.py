@@ -21,6 +21,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.im2col import conv_size, layout, patches, walk
@@ -339,7 +340,7 @@ def make_conv_dw_channels(type_name: str):
     return conv_dw_channels
 
 
-def as_f32(low, a: Tensor) -> Tensor:
+def lower_f32(low, a: Tensor) -> Tensor:
     """Weights as f32: `a` itself, or a copy in scratch memory that all users share."""
     if a.type is types.F32:
         return a
@@ -353,7 +354,7 @@ def _lower(low, node):
     a, b = node.src
     size = 64 * (a.nelements // node.ne[2] if node.op is CONV_2D else a.nelements // node.params.n_out)
     work = low.n_threads * max(size, SCRATCH)
-    low.emit(make_conv(2 if node.op is CONV_2D else 3), node, src=(as_f32(low, a), b), work=work)
+    low.emit(make_conv(2 if node.op is CONV_2D else 3), node, src=(lower_f32(low, a), b), work=work)
 
 
 def _flops(node):
@@ -377,21 +378,15 @@ def _(node):
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def contiguous(a: Tensor) -> Tensor:
-    """`a` itself, or a contiguous copy."""
-    return a if a.is_contiguous else ops.cont(a)
-
-
 def as_matrix_f32(a: Tensor, ne0: int, ne1: int) -> Tensor:
     """A kernel as a matrix of f32."""
-    a = contiguous(a)
-    return ops.reshape_2d(a if a.type is types.F32 else ops.cast(a, types.F32), ne0, ne1)
+    return ops.reshape_2d(as_f32(as_contiguous(a)), ne0, ne1)
 
 
 def _gradients(a: Tensor, columns: Tensor, grad: Tensor, sizes: tuple[int, int, int, int], need, back):
     """Gradients of kernel and image; sizes = K, pixels, output channels, batch; back(columns' gradient) -> image's."""
     n_k, n_pixels, n_out, n_batch = sizes
-    grad = ops.reshape_3d(contiguous(grad), n_pixels, n_out, n_batch)
+    grad = ops.reshape_3d(grad, n_pixels, n_out, n_batch)
     da = db = None
     if need[0]:
         turned = ops.reshape_2d(ops.cont(ops.permute(grad, 1, 0, 2, 3)), n_out, n_pixels * n_batch)
@@ -432,10 +427,10 @@ def depthwise_gradients(a: Tensor, b: Tensor, grad: Tensor, walked: Dims, need):
     n_k, n_pixels, (w, h, c, n) = a.ne[0] * a.ne[1], grad.ne[0] * grad.ne[1], b.ne
     weights = ops.reshape_4d(as_matrix_f32(a, n_k, c), n_k, 1, c, 1)
     shape = ops.reshape_4d(weights, a.ne[0], a.ne[1], 1, c)
-    grad = ops.reshape_4d(contiguous(grad), n_pixels, 1, c, n)
+    grad = ops.reshape_4d(grad, n_pixels, 1, c, n)
     da = db = None
     if need[0]:
-        columns = ops.im2col(shape, ops.reshape_4d(contiguous(b), w, h, 1, c * n), *walked, True, types.F32)
+        columns = ops.im2col(shape, ops.reshape_4d(as_contiguous(b), w, h, 1, c * n), *walked, True, types.F32)
         columns = ops.reshape_4d(columns, n_k, n_pixels, c, n)
         each = ops.out_prod(columns, ops.reshape_4d(grad, 1, n_pixels, c, n))
         da = ops.reshape_4d(ops.repeat_back(each, weights), *a.ne)

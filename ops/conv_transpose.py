@@ -15,9 +15,10 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.autodiff import as_contiguous
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import Op
-from ggjit.ops.conv import as_matrix_f32, contiguous
+from ggjit.ops.conv import as_matrix_f32
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.tensor import Tensor, new_node
 
@@ -191,12 +192,12 @@ def _backward(node, grad, need):
     ow, oh = node.ne[0], node.ne[1] if planes else 1
     n_k, places = kw * kh * n_out, w * h
     weights = as_matrix_f32(a, n_k, n_in)
-    image = ops.reshape_4d(contiguous(grad), ow, oh, n_out, n)
+    image = ops.reshape_4d(grad, ow, oh, n_out, n)
     columns = ops.im2col(ops.reshape_4d(weights, kw, kh, n_out, n_in), image, s, s, 0, 0, 1, 1, True, types.F32)
     columns = ops.reshape_2d(columns, n_k, places * n)
     da = db = None
     if need[0]:
-        values = ops.reshape_3d(contiguous(b), places, n_in, n)
+        values = ops.reshape_3d(as_contiguous(b), places, n_in, n)
         turned = ops.reshape_2d(ops.cont(ops.permute(values, 1, 0, 2, 3)), n_in, places * n)
         da = ops.reshape(ops.out_prod(columns, turned), a)
     if need[1]:

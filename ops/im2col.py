@@ -463,7 +463,7 @@ def _(node, grad, need):
     a, p = node.src[0], node.params
     k = a.ne[0] // p.n_channels
     shape = ops.view_2d(a, k, p.n_channels, k * a.nb[0], 0)  # only its sizes are looked at
-    image = ops.reshape_3d(grad if grad.is_contiguous else ops.cont(grad), grad.ne[0], p.n_channels, 1)
+    image = ops.reshape_3d(grad, grad.ne[0], p.n_channels, 1)
     columns = im2col(shape, image, p.s0, 1, p.p0, 0, 1, 1, False, types.F32)
     return (ops.reshape_2d(columns, *a.ne[:2]),)
 
