@@ -4,8 +4,8 @@ A kernel is a short loop in Numba's language (`make_driver`) over emitted pieces
 of the same code typed by Numba. The pieces talk through a frame, int64 words in scratch memory: the addresses of the
 tensors, of their ne and nb, and the state of the loop.
 
-Work is shared by the chunk counter. An item is a KV head with some queries; if there are few items, an item is one
-chunk of KV rows of these, its states stay in the work buffer and a second kernel merges them in order.
+Work is shared by the chunk counter. An item is some queries of some KV heads; if there are few, an item is one chunk of
+KV rows of these, its states stay in the work buffer and a second kernel merges them in order.
 
     work:  counter line | a frame for each thread | states of all items and chunks, if split | scratch of each thread
 """
@@ -29,7 +29,7 @@ TENSORS = ("dst", "q", "k", "v", "mask", "sinks")
 ARGUMENTS = (*(t + part for t in TENSORS for part in ("", "_ne", "_nb")), "params", "work", "ith", "nth")
 WORDS = (
     *ARGUMENTS, "n_items", "splits", "states_at", "scratch", "item", "hk", "i3", "k3", "q0", "n", "chunk0", "chunk1",
-    "states", "first", "end", "is_open", "masked", "k_offs", "v_offs",
+    "states", "first", "end", "is_open", "masked", "k_offs", "v_offs", "n_heads", "parts", "heads_of_part", "block0",
 )  # fmt: skip
 FRAME = (8 * len(WORDS) + 63) // 64 * 64
 AT = {name: 8 * i for i, name in enumerate(WORDS)}
@@ -135,34 +135,37 @@ def set_arguments(frame, arguments):
         frame[name] = value
 
 
-def set_frame(e, frame, n_items, item_states, scratch_size):
-    """Fill the other words that hold for all items; item_states: bytes of the states of an item."""
-    n_chunks = div(e, e.add(frame.ne("k", 1), CHUNK - 1), CHUNK)
-    is_split = e.b.and_(less(e, n_items, SPLIT_BELOW), less(e, 1, n_chunks))
-    splits = choose(e, is_split, n_chunks, 1)
+def count_chunks(e, frame):
+    """Chunks of all KV rows."""
+    return div(e, e.add(frame.ne("k", 1), CHUNK - 1), CHUNK)
+
+
+def set_splits(e, frame, n_units):
+    """Parts into which the KV rows are split: see n_splits."""
+    n_chunks = count_chunks(e, frame)
+    is_split = e.b.and_(less(e, n_units, SPLIT_BELOW), less(e, 1, n_chunks))
+    frame["splits"] = choose(e, is_split, n_chunks, 1)
+
+
+def set_places(e, frame, states_size, scratch_size):
+    """Where states (states_size bytes for each split) and the thread's scratch are."""
+    splits = frame["splits"]
     after = e.add(frame["work"], e.add(COUNTER_LINE, e.mul(frame["nth"], FRAME)))
-    states = choose(e, is_split, e.mul(e.mul(n_items, splits), item_states), 0)
-    frame["n_items"], frame["splits"], frame["states_at"] = e.mul(n_items, splits), splits, after
+    states = choose(e, less(e, 1, splits), e.mul(splits, states_size), 0)
+    frame["states_at"] = after
     frame["scratch"] = e.add(e.add(after, states), e.mul(frame["ith"], scratch_size))
 
 
-def set_chunks(e, frame, item, item_states, own_states):
-    """Chunks and states of an item: one chunk with states in the work buffer, or all with those of the thread."""
-    splits = frame["splits"]
-    is_split, part = less(e, 1, splits), rem(e, item, splits)
-    n_chunks = div(e, e.add(frame.ne("k", 1), CHUNK - 1), CHUNK)
-    frame["item"] = item
-    frame["chunk0"] = choose(e, is_split, part, 0)
-    frame["chunk1"] = choose(e, is_split, e.add(part, 1), n_chunks)
-    frame["states"] = choose(e, is_split, e.add(frame["states_at"], e.mul(item, item_states)), own_states)
+def set_chunks(e, frame, chunk):
+    """Chunks of an item: the given one if the KV rows are split, else all."""
+    is_split = less(e, 1, frame["splits"])
+    frame["chunk0"] = choose(e, is_split, chunk, 0)
+    frame["chunk1"] = choose(e, is_split, e.add(chunk, 1), count_chunks(e, frame))
 
 
-def set_head(e, frame, head):
-    """KV head and dimension 3 of an item, and where its K and V begin."""
-    heads = frame.ne("k", 2)
-    hk, i3 = rem(e, head, heads), div(e, head, heads)
-    k3 = div(e, i3, div(e, frame.ne("q", 3), frame.ne("k", 3)))
-    frame["hk"], frame["i3"] = hk, i3
+def set_offsets(e, frame, hk):
+    """Where K and V of a KV head begin."""
+    k3 = div(e, frame["i3"], div(e, frame.ne("q", 3), frame.ne("k", 3)))
     frame["k_offs"] = frame.at("k", (2, hk), (3, k3))
     frame["v_offs"] = frame.at("v", (2, hk), (3, k3))
 
@@ -284,6 +287,7 @@ def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v):
     read_k, read_v = make_read_blocks(k_kind, dk), make_read_blocks(v_kind, dv)
     at_items, at_chunk0, at_chunk1, at_first, at_end = (AT[w] for w in ("n_items", "chunk0", "chunk1", "first", "end"))
     at_open, at_k_offs, at_v_offs, at_scratch = (AT[w] for w in ("is_open", "k_offs", "v_offs", "scratch"))
+    at_heads = AT["n_heads"]
 
     @kernel(counter=True)
     def attention(
@@ -306,30 +310,21 @@ def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v):
         item = atomics.fetch_add(work, 0, 1)
         while item < memory.load_i64(work, at + at_items):
             set_item(frame, item)
+            n_heads = memory.load_i64(work, at + at_heads)
             for chunk in range(memory.load_i64(work, at + at_chunk0), memory.load_i64(work, at + at_chunk1)):
                 begin_chunk(frame, chunk)
                 end = memory.load_i64(work, at + at_end)
                 for kv in range(memory.load_i64(work, at + at_first), end, TILE):
-                    check_tile(frame, kv)
-                    if memory.load_i64(work, at + at_open) != 0:
-                        n_rows = end - kv
-                        read_k(
-                            src1,
-                            memory.load_i64(work, at + at_k_offs) + kv * src1_nb[1],
-                            src1_nb[1],
-                            n_rows,
-                            work,
-                            scratch + at_k,
-                        )
-                        read_v(
-                            src2,
-                            memory.load_i64(work, at + at_v_offs) + kv * src2_nb[1],
-                            src2_nb[1],
-                            n_rows,
-                            work,
-                            scratch + at_v,
-                        )
-                        run_tile(frame, kv)
+                    for head in range(n_heads):
+                        check_tile(frame, kv, head)
+                        if memory.load_i64(work, at + at_open) != 0:
+                            k_offs, v_offs = (
+                                memory.load_i64(work, at + at_k_offs),
+                                memory.load_i64(work, at + at_v_offs),
+                            )
+                            read_k(src1, k_offs + kv * src1_nb[1], src1_nb[1], end - kv, work, scratch + at_k)
+                            read_v(src2, v_offs + kv * src2_nb[1], src2_nb[1], end - kv, work, scratch + at_v)
+                            run_tile(frame, kv, head)
                 end_chunk(frame)
             end_item(frame)
             item = atomics.fetch_add(work, 0, 1)

@@ -93,7 +93,9 @@ def _loop_sets(e, frame, x, body):
 def _begin(e, frame, arguments, x, softcap):
     frames.set_arguments(frame, arguments)
     items = e.mul(_n_blocks(e, frame, x), e.mul(frame.ne("k", 2), frame.ne("q", 3)))
-    frames.set_frame(e, frame, items, x.states, x.size)
+    frames.set_splits(e, frame, items)
+    frames.set_places(e, frame, e.mul(items, x.states), x.size)
+    frame["n_items"], frame["n_heads"] = e.mul(items, frame["splits"]), 1
     frames.store_scales(e, frame, softcap, frame["scratch"])
     for lane in range(LANES):
         e.store_value(frame["scratch"], x.at["last_rows"] + 8 * lane, e.add(frame["scratch"], x.at["last"] + 32 * lane))
@@ -108,7 +110,9 @@ def _set_queries(e, frame, x, item):
     n_blocks = _n_blocks(e, frame, x)
     q0 = e.mul(e.sub(e.sub(n_blocks, 1), rem(e, item, n_blocks)), x.n_queries)
     frame["q0"], frame["n"] = q0, least(e, x.n_queries, e.sub(frame.ne("q", 1), q0))
-    frames.set_head(e, frame, div(e, item, n_blocks))
+    head, heads = div(e, item, n_blocks), frame.ne("k", 2)
+    frame["hk"], frame["i3"] = rem(e, head, heads), div(e, head, heads)
+    frames.set_offsets(e, frame, frame["hk"])
 
 
 def _set_lane(e, frame, x, s, lane):
@@ -205,7 +209,10 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
     @emitted("frame item")
     def set_item(e, frame, item):
         x, frame = Layout(*shape), Frame(e, frame)
-        frames.set_chunks(e, frame, item, x.states, e.add(frame["scratch"], x.at["states"]))
+        frames.set_chunks(e, frame, rem(e, item, frame["splits"]))
+        split_states = e.add(frame["states_at"], e.mul(item, x.states))
+        own_states = e.add(frame["scratch"], x.at["states"])
+        frame["states"] = choose(e, less(e, 1, frame["splits"]), split_states, own_states)
         _set_queries(e, frame, x, div(e, item, frame["splits"]))
 
         def one(s):
@@ -225,14 +232,14 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
         e.loop(x.n_sets, [], lambda s: _set_classes(e, frame, x, s))
         e.loop(x.n_sets, [], lambda s: tiles.reset.function(e, e.add(frame["states"], e.mul(s, x.state)), e.i64(x.nv)))
 
-    @emitted("frame kv")
-    def check_tile(e, frame, kv):
+    @emitted("frame kv head")
+    def check_tile(e, frame, kv, head):
         x, frame = Layout(*shape), Frame(e, frame)
         is_closed = lambda s: e.b.icmp_signed("==", _class_at(e, frame, x, kv, s), e.i64(CLOSED))  # noqa: E731
         (frame["is_open"],) = e.loop(x.n_sets, [e.i64(0)], lambda s, found: [choose(e, is_closed(s), found, 1)])
 
-    @emitted("frame kv")
-    def run_tile(e, frame, kv):
+    @emitted("frame kv head")
+    def run_tile(e, frame, kv, head):
         x, frame = Layout(*shape), Frame(e, frame)
         frame["masked"] = -1
         n_rows, scratch = least(e, TILE, e.sub(frame["end"], kv)), frame["scratch"]

@@ -1,10 +1,12 @@
 """Attention of a few queries: one lane is one element of a head, K and V are read as they lie.
 
-A block is one query of up to HEADS heads of a KV head; all blocks of an item go over a tile of K and V together.
+A block is one query of up to HEADS heads of a KV head. All blocks of an item, and all its KV heads, go over a tile of K
+and V before the next tile: in a cache the heads of a row lie side by side, so memory is read upwards.
 """
 
 import functools
 
+from ggjit import types
 from ggjit.jit import lazy_module
 from ggjit.ops.lib import attention as tiles
 from ggjit.ops.lib import attention_frame as frames
@@ -16,6 +18,7 @@ ir = lazy_module("llvmlite.ir")
 emit = lazy_module("ggjit.ops.lib.emit")
 
 HEADS = 4
+AHEAD = 64  # rows between what is prefetched and what is read
 
 
 # ---- one tile -------------------------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ class Layout:
 
 
 def n_items(group, n_heads, n):
-    """Items of n queries; n_heads counts KV heads times ne3."""
+    """Units by which it is decided whether KV rows are split; n_heads counts KV heads times ne3."""
     return n_heads
 
 
@@ -177,52 +180,71 @@ def work_size(dk, dv, group, n, n_heads, n_kv, nth):
     """Bytes of work of the kernel for n queries."""
     x = Layout(dk, dv, group)
     splits = frames.n_splits(n_heads, n_kv)
-    states = n_heads * splits * n * x.n_blocks * x.states if splits > 1 else 0
-    return states + nth * (FRAME + x.fixed_size + n * x.n_blocks * x.own_size)
+    blocks = n_heads * n * x.n_blocks
+    return (splits * blocks * x.states if splits > 1 else 0) + nth * (FRAME + x.fixed_size + blocks * x.own_size)
 
 
-def _loop_blocks(e, frame, x, body):
-    """body(b, address of its area) for all blocks of an item."""
-    areas = e.add(frame["scratch"], x.fixed_size)
-    e.loop(e.mul(frame.ne("q", 1), x.n_blocks), [], lambda b: body(b, e.add(areas, e.mul(b, x.own_size))) or [])
+class Block:
+    """Block b of those of one index of dimension 3: KV head, query, first head of the group."""
+
+    def __init__(self, e, frame, x, b):
+        per_head = _per_head(e, frame, x)
+        self.hk, rest = div(e, b, per_head), rem(e, b, per_head)
+        self.i, self.first = div(e, rest, x.n_blocks), e.mul(rem(e, rest, x.n_blocks), x.block)
+        self.b, self.h0 = b, e.add(e.mul(self.hk, x.group), self.first)
+        self.n_real = least(e, x.block, e.sub(x.group, self.first))  # heads that do not repeat another
+        self.area = e.add(frame["scratch"], e.add(x.fixed_size, e.mul(e.sub(b, frame["block0"]), x.own_size)))
+
+    def result(self, e, frame, g, i3):
+        """Address of the result of head g."""
+        return e.add(frame["dst"], frame.at("dst", (1, e.add(self.h0, g)), (2, self.i), (3, i3)))
 
 
-def _states_of(e, frame, x, b):
-    """Address of the states of block b: of the chunk if items are split, else in its area."""
-    is_split = less(e, 1, frame["splits"])
-    return e.add(frame["states"], e.mul(b, choose(e, is_split, x.states, x.own_size)))
+def _per_head(e, frame, x):
+    """Blocks of a KV head."""
+    return e.mul(frame.ne("q", 1), x.n_blocks)
 
 
-def _result(e, frame, x, b, g, item_i3, item_hk):
-    """Head and address of the result of head g of block b."""
-    h = e.add(e.mul(item_hk, x.group), e.add(e.mul(rem(e, b, x.n_blocks), x.block), g))
-    return h, e.add(frame["dst"], frame.at("dst", (1, h), (2, div(e, b, x.n_blocks)), (3, item_i3)))
+def _loop_blocks(e, frame, x, body, head=None):
+    """body(block) for all blocks of an item, or those of one of its KV heads."""
+    per_head, first = _per_head(e, frame, x), frame["block0"]
+    n_heads = frame["n_heads"] if head is None else 1
+    first = e.add(first, e.mul(per_head, 0 if head is None else head))
+    end = e.add(first, e.mul(per_head, n_heads))
+    e.loop(end, [], lambda b: body(Block(e, frame, x, b)) or [], start=first)
 
 
-def _real_heads(e, x, b):
-    """Heads of block b that do not repeat another."""
-    return least(e, x.block, e.sub(x.group, e.mul(rem(e, b, x.n_blocks), x.block)))
+def _states_of(e, frame, x, block):
+    """Address of the states of a block: of the chunk if KV rows are split, else in its area."""
+    split_states = e.add(frame["states"], e.mul(block.b, x.states))
+    return choose(e, less(e, 1, frame["splits"]), split_states, e.add(block.area, x.own["states"]))
 
 
 def _begin(e, frame, arguments, x, softcap):
     frames.set_arguments(frame, arguments)
-    per_item = e.mul(frame.ne("q", 1), x.n_blocks)
-    items = e.mul(frame.ne("k", 2), frame.ne("q", 3))
-    size = e.add(x.fixed_size, e.mul(per_item, x.own_size))
-    frames.set_frame(e, frame, items, e.mul(per_item, x.states), size)
+    heads, n3 = frame.ne("k", 2), frame.ne("q", 3)
+    units = e.mul(heads, n3)
+    blocks = e.mul(units, _per_head(e, frame, x))
+    frames.set_splits(e, frame, units)
+    frames.set_places(e, frame, e.mul(blocks, x.states), e.add(x.fixed_size, e.mul(blocks, x.own_size)))
     frames.store_scales(e, frame, softcap, frame["scratch"])
     e.store(e.add(frame["scratch"], x.fixed["zeros"]), e.zero_i32())
+    # The KV heads of a row lie side by side, so an item goes over all of them, unless that leaves threads without work.
+    others = e.mul(frame["splits"], n3)
+    parts = least(e, heads, div(e, e.add(frame["nth"], e.sub(others, 1)), others))
+    per_part = div(e, e.add(heads, e.sub(parts, 1)), parts)
+    parts = div(e, e.add(heads, e.sub(per_part, 1)), per_part)
+    frame["parts"], frame["heads_of_part"], frame["n_items"] = parts, per_part, e.mul(others, parts)
 
 
-def _set_block(e, frame, x, load_row, b, area):
+def _set_block(e, frame, x, load_row, block):
     """Everything of a block that does not depend on the chunk."""
-    i, scratch = div(e, b, x.n_blocks), frame["scratch"]
+    area, scratch = block.area, frame["scratch"]
     rest = rem(e, frame.ne("k", 1), TILE)
 
     def head(g):
-        last = x.group - 1
-        h = e.add(e.mul(frame["hk"], x.group), least(e, e.add(e.mul(rem(e, b, x.n_blocks), x.block), g), last))
-        row = e.add(frame["q"], frame.at("q", (1, i), (2, h), (3, frame["i3"])))
+        h = e.add(block.h0, least(e, g, e.sub(block.n_real, 1)))
+        row = e.add(frame["q"], frame.at("q", (1, block.i), (2, h), (3, frame["i3"])))
         load_row(e, row, scratch, e.add(area, e.add(x.own["q"], e.mul(g, 4 * x.nk))))
         e.store_value(e.add(area, e.mul(g, 4)), x.own["slopes"], frames.alibi_exponent(e, frame, h))
         frames.store_sink(e, frame, h, e.add(area, e.add(x.own["sinks"], e.mul(g, 64))), 16)
@@ -232,20 +254,16 @@ def _set_block(e, frame, x, load_row, b, area):
         e.store_value(at, x.own["last_masks"], copy)
 
         def mask():
-            steps = (1, i), (2, rem(e, h, frame.ne("mask", 2))), (3, rem(e, frame["i3"], frame.ne("mask", 3)))
+            steps = (1, block.i), (2, rem(e, h, frame.ne("mask", 2))), (3, rem(e, frame["i3"], frame.ne("mask", 3)))
             e.store_value(at, x.own["masks"], e.add(frame["mask"], frame.at("mask", *steps)))
 
         when(e, frame.has_mask, mask)
         at_rest = e.mul(e.sub(frame.ne("k", 1), rest), 2)
         frames.copy_last_mask(e, frame, e.add(e.load(at, x.own["masks"], emit.I64), at_rest), rest, copy)
+        tiles.reset.function(e, e.add(area, e.add(x.own["totals"], e.mul(g, x.state))), e.i64(x.nv // 16))
 
     e.loop(x.block, [], lambda g: head(g) or [])
     frames.finish_slopes(e, e.add(area, x.own["slopes"]))
-    e.loop(
-        x.block,
-        [],
-        lambda g: tiles.reset.function(e, e.add(area, e.add(x.own["totals"], e.mul(g, x.state))), e.i64(x.nv // 16)),
-    )
 
 
 def _check_block(e, frame, x, kv, area):
@@ -265,6 +283,19 @@ def _check_block(e, frame, x, kv, area):
     (is_open,) = e.loop(heads, [is_open], head)
     e.store_value(area, x.own["is_open"], is_open)
     frame["is_open"] = e.b.or_(frame["is_open"], is_open)
+
+
+def _prefetch_rows(e, frame, name, nbytes, kv):
+    """Prefetch a tile's rows of K or V: heads lie side by side in the cache, which the hardware does not follow."""
+    stride = frame.nb(name, 1)
+    row = e.add(frame[name], e.add(frame[name + "_offs"], e.mul(kv, stride)))
+
+    def one(i):
+        at = e.add(row, e.mul(i, stride))
+        for offset in range(0, nbytes, 64):
+            e.prefetch(at, offset)
+
+    e.loop(TILE, [], one)
 
 
 def _find_rows(e, frame, x, name, kind, n, kv, n_rows):
@@ -293,77 +324,87 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
     @emitted("frame item")
     def set_item(e, frame, item):
         x, frame = Layout(*shape), Frame(e, frame)
-        per_item = e.mul(frame.ne("q", 1), x.n_blocks)
-        own_states = e.add(frame["scratch"], x.fixed_size + x.own["states"])
-        frames.set_chunks(e, frame, item, e.mul(per_item, x.states), own_states)
-        frames.set_head(e, frame, div(e, item, frame["splits"]))
-        _loop_blocks(e, frame, x, lambda b, area: _set_block(e, frame, x, load_row, b, area))
+        splits, parts, per_head = frame["splits"], frame["parts"], _per_head(e, frame, x)
+        chunk, rest = rem(e, item, splits), div(e, item, splits)
+        hk, i3 = e.mul(rem(e, rest, parts), frame["heads_of_part"]), div(e, rest, parts)
+        frame["i3"], frame["block0"] = i3, e.mul(hk, per_head)
+        frame["n_heads"] = least(e, frame["heads_of_part"], e.sub(frame.ne("k", 2), hk))
+        frames.set_chunks(e, frame, chunk)
+        of_chunk = e.mul(e.add(e.mul(i3, splits), chunk), e.mul(e.mul(frame.ne("k", 2), per_head), x.states))
+        frame["states"] = e.add(frame["states_at"], of_chunk)
+        _loop_blocks(e, frame, x, lambda block: _set_block(e, frame, x, load_row, block))
 
     @emitted("frame chunk")
     def begin_chunk(e, frame, chunk):
         x, frame = Layout(*shape), Frame(e, frame)
         frames.set_range(e, frame, chunk)
 
-        def block(b, area):
-            at = _states_of(e, frame, x, b)
+        def one(block):
+            at = _states_of(e, frame, x, block)
             e.loop(x.block, [], lambda g: tiles.reset.function(e, e.add(at, e.mul(g, x.state)), e.i64(x.nv // 16)))
 
-        _loop_blocks(e, frame, x, block)
+        _loop_blocks(e, frame, x, one)
 
-    @emitted("frame kv")
-    def check_tile(e, frame, kv):
+    @emitted("frame kv head")
+    def check_tile(e, frame, kv, head):
         x, frame = Layout(*shape), Frame(e, frame)
         frame["is_open"] = 0
-        _loop_blocks(e, frame, x, lambda b, area: _check_block(e, frame, x, kv, area))
+        frames.set_offsets(e, frame, e.add(div(e, frame["block0"], _per_head(e, frame, x)), head))
+        _loop_blocks(e, frame, x, lambda block: _check_block(e, frame, x, kv, block.area), head)
 
-    @emitted("frame kv")
-    def run_tile(e, frame, kv):
+    @emitted("frame kv head")
+    def run_tile(e, frame, kv, head):
         x, frame = Layout(*shape), Frame(e, frame)
         scratch, n_rows = frame["scratch"], least(e, TILE, e.sub(frame["end"], kv))
         k, k_stride = _find_rows(e, frame, x, "k", k_kind, dk, kv, n_rows)
         v, v_stride = _find_rows(e, frame, x, "v", v_kind, dv, kv, n_rows)
+        for name, kind, n in (("k", k_kind, dk), ("v", v_kind, dv)):
+            _prefetch_rows(e, frame, name, types.row_size(types.by_name(kind), n), e.add(kv, AHEAD))
         is_full = e.b.icmp_signed("==", n_rows, e.i64(TILE))
         offset = choose(e, e.b.and_(is_full, frame.has_mask), e.mul(kv, 2), 0)
         masks = choose(e, is_full, x.own["masks"], x.own["last_masks"])
 
-        def block(b, area):
+        def one(block):
+            area = block.area
+
             def run():
                 row_tile(
                     e, e.add(area, x.own["q"]), k, k_stride, v, v_stride, e.add(area, masks), offset,
-                    e.add(area, x.own["slopes"]), e.add(scratch, 4), _states_of(e, frame, x, b),
+                    e.add(area, x.own["slopes"]), e.add(scratch, 4), _states_of(e, frame, x, block),
                     e.add(scratch, x.fixed["weights"]),
                 )  # fmt: skip
 
             when(e, e.b.icmp_signed("!=", e.load(area, x.own["is_open"], emit.I64), e.i64(0)), run)
 
-        _loop_blocks(e, frame, x, block)
+        _loop_blocks(e, frame, x, one, head)
 
     @emitted("frame")
     def end_chunk(e, frame):
         x, frame = Layout(*shape), Frame(e, frame)
 
-        def block(b, area):
+        def one(block):
             def head(g):
-                total, part = (e.add(area, e.add(x.own[name], e.mul(g, x.state))) for name in ("totals", "states"))
+                total, part = (e.add(block.area, e.add(x.own[t], e.mul(g, x.state))) for t in ("totals", "states"))
                 tiles.merge.function(e, total, part, e.i64(x.nv // 16))
 
             e.loop(x.block, [], lambda g: head(g) or [])
 
-        when(e, less(e, frame["splits"], 2), lambda: _loop_blocks(e, frame, x, block))
+        when(e, less(e, frame["splits"], 2), lambda: _loop_blocks(e, frame, x, one))
 
     @emitted("frame")
     def end_item(e, frame):
         x, frame = Layout(*shape), Frame(e, frame)
 
-        def block(b, area):
+        def one(block):
             def head(g):
-                total = e.add(area, e.add(x.own["totals"], e.mul(g, x.state)))
-                tiles.finish.function(e, total, e.add(area, e.add(x.own["sinks"], e.mul(g, 64))), e.i64(x.nv // 16))
-                store_row(e, e.add(total, HEAD), _result(e, frame, x, b, g, frame["i3"], frame["hk"])[1])
+                total = e.add(block.area, e.add(x.own["totals"], e.mul(g, x.state)))
+                sink = e.add(block.area, e.add(x.own["sinks"], e.mul(g, 64)))
+                tiles.finish.function(e, total, sink, e.i64(x.nv // 16))
+                store_row(e, e.add(total, HEAD), block.result(e, frame, g, frame["i3"]))
 
-            e.loop(_real_heads(e, x, b), [], lambda g: head(g) or [])
+            e.loop(block.n_real, [], lambda g: head(g) or [])
 
-        when(e, less(e, frame["splits"], 2), lambda: _loop_blocks(e, frame, x, block))
+        when(e, less(e, frame["splits"], 2), lambda: _loop_blocks(e, frame, x, one))
 
     return frames.emitted_with_arguments(begin), set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item
 
@@ -378,35 +419,31 @@ def make_kernel(dk, dv, k_kind, v_kind, group, softcap):
 
 @functools.cache
 def make_merge(dk, dv, group):
-    """Second kernel where items are split: merge the chunks in order, divide, store."""
+    """Second kernel where KV rows are split: merge the chunks in order, divide, store."""
     shape = dk, dv, group
     store_row = make_store_row(dv).function
 
     def merge_rows(e, frame, arguments):
         x, frame = Layout(*shape), Frame(e, frame)
         _begin(e, frame, arguments, x, False)
-        n_blocks = e.mul(frame.ne("q", 1), x.n_blocks)
-        per_chunk, splits, heads = e.mul(n_blocks, x.states), frame["splits"], frame.ne("k", 2)
-        sink = frame["scratch"]
+        frame["block0"] = 0
+        splits, n_blocks = frame["splits"], e.mul(frame.ne("k", 2), _per_head(e, frame, x))
+        per_chunk, sink, n = e.mul(n_blocks, x.states), frame["scratch"], e.i64(x.nv // 16)
 
         def one(pair):
-            item, b = div(e, pair, n_blocks), rem(e, pair, n_blocks)
-            first = e.add(frame["states_at"], e.add(e.mul(e.mul(item, splits), per_chunk), e.mul(b, x.states)))
+            i3, block = div(e, pair, n_blocks), Block(e, frame, x, rem(e, pair, n_blocks))
+            first = e.add(frame["states_at"], e.add(e.mul(e.mul(i3, splits), per_chunk), e.mul(block.b, x.states)))
 
             def head(g):
                 total = e.add(first, e.mul(g, x.state))
-                n = e.i64(x.nv // 16)
-                e.loop(
-                    splits, [], lambda c: tiles.merge.function(e, total, e.add(total, e.mul(c, per_chunk)), n), start=1
-                )
-                h, out = _result(e, frame, x, b, g, div(e, item, heads), rem(e, item, heads))
-                frames.store_sink(e, frame, h, sink, 16)
+                part = lambda chunk: e.add(total, e.mul(chunk, per_chunk))  # noqa: E731
+                e.loop(splits, [], lambda chunk: tiles.merge.function(e, total, part(chunk), n), start=1)
+                frames.store_sink(e, frame, e.add(block.h0, g), sink, 16)
                 tiles.finish.function(e, total, sink, n)
-                store_row(e, e.add(total, HEAD), out)
+                store_row(e, e.add(total, HEAD), block.result(e, frame, g, i3))
 
-            e.loop(_real_heads(e, x, b), [], lambda g: head(g) or [])
+            e.loop(block.n_real, [], lambda g: head(g) or [])
 
-        total_blocks = e.mul(div(e, frame["n_items"], splits), n_blocks)
-        frames.loop_from(e, frame, total_blocks, one)
+        frames.loop_from(e, frame, e.mul(frame.ne("q", 3), n_blocks), one)
 
     return frames.make_merge(frames.emitted_with_arguments(merge_rows))
