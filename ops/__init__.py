@@ -16,6 +16,7 @@ from ggjit.ops.conv_transpose import *
 from ggjit.ops.copy import *
 from ggjit.ops.glu import *
 from ggjit.ops.im2col import *
+from ggjit.ops.linalg import *
 from ggjit.ops.math import *
 from ggjit.ops.mul_mat import *
 from ggjit.ops.norm import *
@@ -33,6 +34,6 @@ from ggjit.ops.views import *
 from ggjit.ops.window import *
 
 _FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "glu", "im2col",
-             "math", "mul_mat", "norm", "pool", "reduce", "repeat", "rope", "rows", "scale", "set", "soft_max",
-             "unary", "unary_back", "views", "window")  # fmt: skip
+             "linalg", "math", "mul_mat", "norm", "pool", "reduce", "repeat", "rope", "rows", "scale", "set",
+             "soft_max", "unary", "unary_back", "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]

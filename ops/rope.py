@@ -21,6 +21,7 @@ position (ggml's float32 chain is off by 0.01 at position 100000).
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -130,21 +131,26 @@ def rope_multi(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, sections: Se
 
     Source: Wang et al., Qwen2-VL (2024); ggml_rope_multi.
     """
-    given = tuple(int(s) for s in sections)
-    if mode not in MULTI or len(given) != 4 or min(given) < 0 or max(given[:3]) == 0:
-        raise ValueError(
-            f"rope_multi: mode must be one of {list(MULTI)} and sections 4 numbers, one of the first 3 positive, "
-            f"got {mode} and {list(given)}"
-        )
+    given = check_sections("rope_multi", sections, mode)
     values = (n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow)
     return _rope("rope_multi", a, b, c, n_dims, given, mode, values, offset, inplace)
 
 
-def _rope(where, a, b, c, n_dims, sections, mode, values, offset, inplace):
-    if mode not in MODES or (mode in MULTI) != (where == "rope_multi"):
+def check_sections(where: str, sections: Sequence[int], mode: int) -> tuple[int, ...]:
+    """Check and return the sections of a mode with several positions a token."""
+    given = tuple(int(s) for s in sections)
+    if mode not in MULTI or len(given) != 4 or min(given) < 0 or max(given[:3]) == 0:
         raise ValueError(
-            f"{where}: mode must be {'one of ' + str(list(MULTI)) if where == 'rope_multi' else '0 or 2'}, got {mode}"
+            f"{where}: mode must be one of {list(MULTI)} and sections 4 numbers, one of the first 3 positive, "
+            f"got {mode} and {list(given)}"
         )
+    return given
+
+
+def _rope(where, a, b, c, n_dims, sections, mode, values, offset, inplace, op=ROPE):
+    is_multi = where.startswith("rope_multi")
+    if mode not in MODES or (mode in MULTI) != is_multi:
+        raise ValueError(f"{where}: mode must be {'one of ' + str(list(MULTI)) if is_multi else '0 or 2'}, got {mode}")
     if a.type not in (types.F32, types.F16):
         raise TypeError(f"{where}: a must be F32 or F16, got {a.type.name} ('{a.name}')")
     if not a.is_contiguous_rows:
@@ -163,7 +169,7 @@ def _rope(where, a, b, c, n_dims, sections, mode, values, offset, inplace):
         )
     src = (a, b) if c is None else (a, b, c)
     params = (n_dims, mode, *values, *sections, offset)
-    return view_tensor(ROPE, a, src, params) if inplace else new_node(ROPE, a.type, a.ne, src, params)
+    return view_tensor(op, a, src, params) if inplace else new_node(op, a.type, a.ne, src, params)
 
 
 def _check_dims(where: str, a: Tensor, n_dims: int, mode: int, offset: int) -> None:
@@ -214,12 +220,11 @@ def _reference_angles(p, b, c, n_pairs):
     return theta * p.freq_scale * (1 - mix) + theta * mix, p.attn_factor * (1 + 0.1 * np.log(1 / p.freq_scale))
 
 
-@ROPE.reference
-def _(node, a, b, c=None):
-    p = node.params
+def turn_reference(p, a, b, c, sign=1.0):
+    """The rows of `a` turned by the angles of their tokens (or back: sign -1), float64."""
     n_pairs = p.n_dims if p.mode == VISION else p.n_dims // 2
     theta, factor = _reference_angles(p, b.reshape(-1), None if c is None else c.reshape(-1), n_pairs)
-    cos, sin = (f(theta)[:, None, :] * factor for f in (np.cos, np.sin))
+    cos, sin = np.cos(theta)[:, None, :] * factor, np.sin(theta)[:, None, :] * factor * sign
     first = p.offset + (2 * np.arange(n_pairs) if p.mode == NORMAL else np.arange(n_pairs))
     second = first + (1 if p.mode == NORMAL else n_pairs)
     y = np.array(a)
@@ -228,6 +233,11 @@ def _(node, a, b, c=None):
         a[..., first] * sin + a[..., second] * cos,
     )
     return y
+
+
+@ROPE.reference
+def _(node, a, b, c=None):
+    return turn_reference(node.params, a, b, c)
 
 
 # ---- the table of sin and cos ---------------------------------------------------------------------------------------
@@ -283,7 +293,8 @@ def ramp(op_params, freq_base):
 def rope_table(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
     """Cos and sin for each token (row) from positions src0 and factors src1.
 
-    In mode NORMAL a row is cos of each element, then sin with the sign it takes; else cos of each pair, then sin.
+    In mode NORMAL a row is cos of each element, then sin with the sign it takes; else cos of each pair, then sin. The
+    first word of op_params negates sin: the turn back.
     """
     n_dims, mode = op_params[1], op_params[2]
     width, n_tokens = dst_ne[0] // 2, dst_ne[1]
@@ -318,6 +329,8 @@ def rope_table(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_
                 angle = angle * (1.0 - mix) + theta * mix
             sin, cos = angles.sin_cos(angle)
             s, c = np.float32(sin * factor), np.float32(cos * factor)
+            if op_params[0] != 0:
+                s = -s
             at = token * dst_nb[1]
             if mode == NORMAL:
                 memory.store_f32(dst, at + 8 * k, c)
@@ -397,24 +410,24 @@ def make_rope(kind, neighbours):
     return rope
 
 
-@ROPE.supports
-def _(node):
-    return True
-
-
-@ROPE.lower
-def _(low, node):
+def lower_turn(low, node, is_back=False):
+    """Emit the table, unless an earlier node has the same, and the turn; back: the table has sin negated."""
     a, b = node.src[:2]
     c = node.src[2] if len(node.src) > 2 else None
     p = node.params
     width = p.n_dims if p.mode in (NORMAL, VISION) else p.n_dims // 2
+    params = struct.pack("<i", is_back) + node.op_params[4:]
     # All parameters but the last, the offset, which the table has not.
-    kind = f"rope {node.op_params[:60].hex()} {0 if c is None else c.address}"
+    kind = f"rope {params[:60].hex()} {0 if c is None else c.address}"
     ne = (2 * width, a.ne[2], 1, 1)
     table, is_new = low.derived(b, kind, types.F32, ne, 4 * ne[0] * ne[1])
     if is_new:
-        low.emit(rope_table, table, src=(b, c), params=node.op_params)
+        low.emit(rope_table, table, src=(b, c), params=params)
     low.emit(make_rope(a.type.name, p.mode == NORMAL), node, src=(a, table))
+
+
+ROPE.supports(lambda node: True)
+ROPE.lower(lower_turn)
 
 
 @ROPE.flops
