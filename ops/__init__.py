@@ -14,6 +14,7 @@ from ggjit.ops.conv import *
 from ggjit.ops.conv_by_im2col import *
 from ggjit.ops.conv_transpose import *
 from ggjit.ops.copy import *
+from ggjit.ops.fill import *
 from ggjit.ops.glu import *
 from ggjit.ops.im2col import *
 from ggjit.ops.linalg import *
@@ -28,12 +29,13 @@ from ggjit.ops.rows import *
 from ggjit.ops.scale import *
 from ggjit.ops.set import *
 from ggjit.ops.soft_max import *
+from ggjit.ops.sort import *
 from ggjit.ops.unary import *
 from ggjit.ops.unary_back import *
 from ggjit.ops.views import *
 from ggjit.ops.window import *
 
-_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "glu", "im2col",
+_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "fill", "glu", "im2col",
              "linalg", "math", "mul_mat", "norm", "pool", "reduce", "repeat", "rope", "rows", "scale", "set",
-             "soft_max", "unary", "unary_back", "views", "window")  # fmt: skip
+             "soft_max", "sort", "unary", "unary_back", "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]

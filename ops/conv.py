@@ -26,9 +26,9 @@ from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.im2col import conv_size, layout, patches, walk
 from ggjit.ops.lib.checks import require, require_contiguous, require_type
+from ggjit.ops.linalg import lower_f32
 from ggjit.tensor import Dims, Tensor, new_node
 
-activations = lazy_module("ggjit.ops.lib.panel_activations")
 atomics = lazy_module("ggjit.ops.lib.atomics")
 float_panel = lazy_module("ggjit.ops.lib.float_panel")
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -338,16 +338,6 @@ def make_conv_dw_channels(type_name: str):
                 vec.store_first(dst, to + 4 * c, v, count)
 
     return conv_dw_channels
-
-
-def lower_f32(low, a: Tensor) -> Tensor:
-    """Weights as f32: `a` itself, or a copy in scratch memory that all users share."""
-    if a.type is types.F32:
-        return a
-    copy, is_new = low.derived(a, "f32", types.F32, a.ne, 4 * a.nelements)
-    if is_new:
-        low.emit(activations.convert_kernel(a.type.name, "F32"), copy, src=(a,))
-    return copy
 
 
 def _lower(low, node):
