@@ -63,6 +63,9 @@ class Op:
         state: positions of sources that the op updates and that `Graph.reset` sets to 0: an optimizer's moments.
     """
 
+    name: str
+    params: tuple[tuple[str, str], ...]
+
     def __init__(self, name: str, id: int | None = None, *, params: Sequence[tuple[str, str]] = (), view: bool = False,
                  inplace: bool = False, nmse: float = 1e-7, state: Sequence[int] = ()) -> None:  # fmt: skip
         if name in REGISTRY:

@@ -235,10 +235,10 @@ def _weights(node: Tensor, z: Tensor, scale: float) -> Tensor:
     return ops.mul(y, ops.step(ops.scale_bias(as_contiguous(used), 1.0, -0.5 * CLOSED)))
 
 
-def _scores(node: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None, float]:
+def _scores(node: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None, float]:
     """Scores before soft_max, what tanh gave if they are capped, and the factor that is still to come."""
     p, cap = node.params, node.params.logit_softcap
-    z = ops.mul_mat(k, node.src[0])
+    z = ops.mul_mat(k, q)
     if not cap:
         return z, None, p.scale
     t = ops.tanh(ops.scale(z, p.scale / cap))
@@ -251,7 +251,7 @@ def _(node, grad, need):
     need = (*need, False, False)
     (q, k, v), (mask, sinks), p = node.src[:3], (*node.src[3:], None, None)[:2], node.params
     keys, values = as_f32(k), as_f32(v)
-    z, t, scale = _scores(node, keys)
+    z, t, scale = _scores(node, q, keys)
     y = _weights(node, z, scale)
     dout = ops.cont(ops.permute(grad, 0, 2, 1, 3))  # [n_embd_v, n_tokens, n_head, ne3]
     dy = ops.mul_mat(values, dout)

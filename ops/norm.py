@@ -19,7 +19,6 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
-from ggjit.autodiff import as_contiguous
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -239,13 +238,13 @@ def centered(a: Tensor) -> Tensor:
 @NORM.backward
 def _(node, grad, need):
     """norm(x) is rms_norm of the differences from the mean."""
-    x = centered(as_contiguous(node.src[0]))
+    x = centered(node.src[0])
     return (centered(ops.rms_norm_back(grad, x, node.params.eps)),)
 
 
 @RMS_NORM.backward
 def _(node, grad, need):
-    return (ops.rms_norm_back(grad, as_contiguous(node.src[0]), node.params.eps),)
+    return (ops.rms_norm_back(grad, node.src[0], node.params.eps),)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

@@ -282,18 +282,8 @@ _cases()
 
 @GET_ROWS.backward
 def _(node, grad, need):
-    """Rows are added where they came from; of batches one matrix at a time."""
     a, ids = node.src
-    if a.ne[2] * a.ne[3] == 1:
-        return ops.get_rows_back(grad, ids, a), None
-    planes = []
-    for i3 in range(a.ne[3]):
-        for i2 in range(a.ne[2]):
-            g = ops.view_2d(grad, *grad.ne[:2], grad.nb[1], i2 * grad.nb[2] + i3 * grad.nb[3])
-            at = ops.view_1d(ids, ids.ne[0], i2 * ids.nb[1] + i3 * ids.nb[2])
-            like = ops.view_2d(a, *a.ne[:2], a.nb[1], 0)
-            planes.append(ops.get_rows_back(g, at, like))
-    return ops.reshape(functools.reduce(lambda x, y: ops.concat(x, y, 2), planes), a), None
+    return ops.get_rows_back(grad, ids, a), None
 
 
 @SET_ROWS.backward

@@ -15,13 +15,14 @@ import functools
 
 import numpy as np
 
-from ggjit import types
-from ggjit.autodiff import as_contiguous
+from ggjit import ops, types
+from ggjit.autodiff import as_contiguous, zeros
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops import binary, copy
 from ggjit.ops.binary import binary_row, binary_row_by_one, make_binary
 from ggjit.ops.repeat import add_row
+from ggjit.ops.views import overlaps
 from ggjit.tensor import Tensor, new_node, view_tensor
 from ggjit.types import Type
 
@@ -108,8 +109,8 @@ def _into(op: Op, where: str, a: Tensor, b: Tensor, region: tuple[int, ...], inp
     end = 0 if b.is_empty else region[3] + 4 * b.ne[0] + sum_of_steps(b, region)
     if min(region) < 0 or end > a.nbytes or b.nelements > a.nelements:
         raise ValueError(
-            f"{where}: b must lie inside a at the strides and offset given, got {list(b.ne)} with {list(region[:3])} at "
-            f"{region[3]} in {a.nbytes} bytes {names}"
+            f"{where}: b must lie inside a at the strides and offset given, got {list(b.ne)} with {list(region[:3])} "
+            f"at {region[3]} in {a.nbytes} bytes {names}"
         )
     params = (*region, int(inplace))
     return view_tensor(op, a, (a, b), params) if inplace else new_node(op, a.type, a.ne, (a, b), params)
@@ -132,7 +133,7 @@ def _reference(node, a, b):
 
 
 @jitted
-def overlaps(ne, op_params):
+def rows_overlap(ne, op_params):
     """Do rows of the part share bytes, or follow each other in no order?"""
     n, size = ne[0] * 4, np.int64(op_params[0])
     if ne[1] > 1 and size < n:
@@ -154,7 +155,7 @@ def make_into(is_sum: bool):
     def into(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         n = src1_ne[0]
         first, last = rows.whole(src1_ne, ith, nth)
-        if overlaps(src1_ne, op_params):
+        if rows_overlap(src1_ne, op_params):
             first, last = 0, src1_ne[1] * src1_ne[2] * src1_ne[3] if ith == 0 else 0
         i1, i2, i3 = rows.position(src1_ne, first)
         for _ in range(first, last):
@@ -198,11 +199,17 @@ def _(node, grad, need):
 
 @SET.backward
 def _(node, grad, need):
-    """What is overwritten has gradient 0: the part of the gradient is subtracted from it."""
-    from ggjit.ops.unary import neg
-
-    p, part = node.params, _part(grad, node)
-    kept = acc(grad, neg(part), p.nb1, p.nb2, p.nb3, p.offset) if need[0] else None
+    """What is overwritten has gradient 0, also elements of `b` where later ones overlap them."""
+    b, p = node.src[1], node.params
+    region = (p.nb1, p.nb2, p.nb3, p.offset)
+    kept = set(grad, zeros(*b.ne), *region) if need[0] else None
+    if not need[1]:
+        return kept, None
+    part = _part(grad, node)
+    if overlaps(b.ne, (4, *region[:3]), 4):  # an element has stayed where its own number is found
+        own = ops.reshape(ops.arange(0.0, float(b.nelements), 1.0), b)
+        lost = ops.step(ops.abs(ops.sub(_part(set(zeros(*node.ne), own, *region), node), own)))
+        part = ops.mul(part, ops.scale_bias(lost, -1.0, 1.0))
     return kept, part
 
 

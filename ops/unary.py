@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from ggjit import ops, types
-from ggjit.autodiff import as_contiguous, refuse
+from ggjit.autodiff import refuse
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -413,7 +413,7 @@ def _(node, grad, need):
     if name == "neg":
         return (neg(grad),)
     if name == "silu" and a.type is types.F32:
-        return (ops.silu_back(grad, as_contiguous(a)),)
+        return (ops.silu_back(grad, a),)
     return (ops.unary_back(grad, a, name, (p.alpha_n, p.alpha_p, p.beta, p.eps)),)
 
 

@@ -384,37 +384,21 @@ def _(node, grad, need):
     offset = node.params.offset
     if any(n % size for n in (*source.nb, *node.nb, offset)):
         refuse(node, f"strides and offset must be multiples of the {size} bytes of {node.type.name}")
-    if any(nb < extent for nb, extent in _extents(source)):
+    if overlaps(source.ne, source.nb, size):
         refuse(node, "rows of the source must not overlap")
-    memory = zeros(max(source.nbytes, offset + node.nbytes) // size, 1, 1, 1)
-    for part, at in _apart(node, grad):
-        memory = ops.acc(memory, part, *[4 * (n // size) for n in node.nb[1:]], 4 * ((offset + at) // size))
+    n = max((max(source.nbytes, offset + node.nbytes)) // size, node.nelements)  # rows of the view may overlap
+    memory = ops.acc(zeros(n, 1, 1, 1), grad, *[4 * (nb // size) for nb in node.nb[1:]], 4 * (offset // size))
     return (_read_as(source, memory),)
 
 
-def _extents(t: Tensor) -> list[tuple[int, int]]:
-    """For each dimension with more than one element its stride and the bytes that those with smaller strides span."""
-    found, extent = [], t.type.type_size
-    for nb, ne in sorted((nb, ne) for nb, ne in zip(t.nb, t.ne, strict=True) if ne > 1):
-        found.append((nb, extent))
-        extent += nb * (ne - 1)
-    return found
-
-
-def _apart(node: Tensor, grad: Tensor) -> list[tuple[Tensor, int]]:
-    """Parts of a view's gradient whose elements do not overlap, with their byte offsets in the view."""
-    overlapping = {nb for nb, extent in _extents(node) if nb < extent}
-    parts = [(grad, 0)]
-    for d in range(1, 4):
-        if node.ne[d] > 1 and node.nb[d] in overlapping:
-            parts = [(_slice(g, d, i), at + node.nb[d] * i) for g, at in parts for i in range(node.ne[d])]
-    return parts
-
-
-def _slice(t: Tensor, dim: int, i: int) -> Tensor:
-    """Element i of a dimension, contiguous."""
-    ne = [1 if d == dim else n for d, n in enumerate(t.ne)]
-    return ops.cont(view_4d(t, *ne, *t.nb[1:], t.nb[dim] * i))
+def overlaps(ne: Dims, nb: Dims, size: int) -> bool:
+    """Do elements of `size` bytes share bytes: is a stride less than what the smaller strides span?"""
+    extent = size
+    for step, n in sorted((step, n) for step, n in zip(nb, ne, strict=True) if n > 1):
+        if step < extent:
+            return True
+        extent += step * (n - 1)
+    return False
 
 
 def _read_as(t: Tensor, memory: Tensor) -> Tensor:
@@ -425,5 +409,6 @@ def _read_as(t: Tensor, memory: Tensor) -> Tensor:
     order = sorted(range(4), key=lambda d: (t.nb[d], t.ne[d] > 1))
     if t.nb[order[0]] != size:
         order.sort(key=lambda d: t.nb[d] != size)
-    nb = [4 * (t.nb[d] // size) for d in order]
-    return permute(view_4d(memory, *[t.ne[d] for d in order], *nb[1:], 0), *order)
+    i, j, k, m = order
+    nb = [4 * (n // size) for n in t.nb]
+    return permute(view_4d(memory, t.ne[i], t.ne[j], t.ne[k], t.ne[m], nb[j], nb[k], nb[m], 0), i, j, k, m)

@@ -172,7 +172,7 @@ def test_moments_are_reset(ctx):
     step = Op("test_autodiff_step", params=(), state=(1,))
     moments = constant([5, 6])
     node = new_node(step, gg.F32, (2, 1, 1, 1), (constant([1, 2]), moments))
-    x, f = quadratic()
+    _, f = quadratic()
     graph = Graph(grads=True).build_forward_expand(f).build_forward_expand(node).build_backward_expand()
     graph.reset()
     assert moments.numpy().ravel().tolist() == [0, 0]

@@ -12,6 +12,7 @@ import pytest
 
 import ggjit as gg
 from ggjit import ops  # noqa: F401  (fills the registry)
+from ggjit.autodiff import FLOATS
 from ggjit.dev.cases import CaseInputs, nmse
 from ggjit.dev.gradients import gradient_errors, leafs_of
 from ggjit.graph import Graph
@@ -31,6 +32,8 @@ WITHOUT_RULE = {
     "opt_step_sgd": "it ends a step of training",
 }
 """Ops without a backward rule besides the gradients of others (`*_back`) and those without float result."""
+LIMITS = {("flash_attn_ext", "long, few queries"): 5e-4}
+"""Of cases: a sink's weight is 1 less the sum of 1100 others."""
 WITHOUT_SOURCE = {"rope": (2,)}
 """Sources that have no gradient: the frequency factors of rope."""
 NOT_SMOOTH = ("floor", "ceil", "round", "trunc")
@@ -51,22 +54,23 @@ def test_only_some_ops_have_no_rule(op):
 
 
 def is_refused(op, node: Tensor) -> bool:
-    """In place, to a quantized type, or a function without a gradient."""
+    """In place, to a type that passes no gradient, or a function without one."""
     function = getattr(node.params, "function", None) if op.name == "unary" else None
     in_place = op.inplace and node.view_src is not None
-    return in_place or node.type.is_quantized or (function is not None and FUNCTIONS[function] in NOT_SMOOTH)
+    return in_place or node.type not in FLOATS or (function is not None and FUNCTIONS[function] in NOT_SMOOTH)
 
 
 @pytest.mark.parametrize(("op", "name"), CASES, ids=[f"{op.name}-{name}" for op, name in CASES])
 def test_case(op, name):
     with gg.Context(64 << 20):
         node = op.cases[name](CaseInputs(0))
-        refused = is_refused(op, node) and any(t.type in (gg.F32, gg.F16, gg.BF16) for t in leafs_of(node))
+        refused = is_refused(op, node) and any(t.type in FLOATS for t in leafs_of(node))
     if refused:
         with pytest.raises(NotImplementedError, match=f"build_backward_expand: {op.name}: "):
             gradient_errors(op, name)
         return
     for leaf, error, limit in gradient_errors(op, name, WITHOUT_SOURCE.get(op.name, ())):
+        limit = LIMITS.get((op.name, name), limit)
         assert error <= limit, f"{leaf}: error {error:.3g}, limit {limit:.3g}"
 
 

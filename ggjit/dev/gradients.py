@@ -90,15 +90,15 @@ def gradient_errors(op: Op, name: str, without: tuple[int, ...] = (), n_threads:
         found = [graph.grad(t) for t in params]
         gradients = [np.zeros(t.ne[::-1]) if g is None else values_of(g) for t, g in zip(params, found, strict=True)]
 
-        def loss(moved: Tensor, values: NDArray[Any]) -> float:
-            y = reference_of(node, {**known, moved: values})
-            return float(np.sum(np.where(weights != 0, y, 0) * weights))
+        def error_of(leaf: Tensor, gradient: NDArray[Any]) -> float:
+            def loss(values: NDArray[Any]) -> float:
+                y = reference_of(node, {**known, leaf: values})
+                return float(np.sum(np.where(weights != 0, y, 0) * weights))
+
+            return _error(gradient, known[leaf], step, loss, rng)
 
         step, limit = ROUNDED_STEP if op.name in ("cpy", "set_rows") else STEP, LIMITS.get(node.type.name, LIMIT)
-        return [
-            GradientError(t, _error(g, known[t], step, lambda values, t=t: loss(t, values), rng), limit)
-            for t, g in zip(params, gradients, strict=True)
-        ]
+        return [GradientError(t, error_of(t, g), limit) for t, g in zip(params, gradients, strict=True)]
 
 
 def _error(
