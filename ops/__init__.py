@@ -21,6 +21,7 @@ from ggjit.ops.linalg import *
 from ggjit.ops.math import *
 from ggjit.ops.mul_mat import *
 from ggjit.ops.norm import *
+from ggjit.ops.pad import *
 from ggjit.ops.pool import *
 from ggjit.ops.recurrence_back import *
 from ggjit.ops.reduce import *
@@ -33,10 +34,11 @@ from ggjit.ops.soft_max import *
 from ggjit.ops.sort import *
 from ggjit.ops.unary import *
 from ggjit.ops.unary_back import *
+from ggjit.ops.upscale import *
 from ggjit.ops.views import *
 from ggjit.ops.window import *
 
-_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "fill", "glu",
-             "im2col", "linalg", "math", "mul_mat", "norm", "pool", "recurrence_back", "reduce", "repeat",
-             "rope", "rows", "scale", "set", "soft_max", "sort", "unary", "unary_back", "views", "window")  # fmt: skip
+_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "fill", "glu", "im2col",
+             "linalg", "math", "mul_mat", "norm", "pad", "pool", "recurrence_back", "reduce", "repeat", "rope", "rows",
+             "scale", "set", "soft_max", "sort", "unary", "unary_back", "upscale", "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
