@@ -28,6 +28,7 @@ from ggjit.ops.reduce import *
 from ggjit.ops.repeat import *
 from ggjit.ops.rope import *
 from ggjit.ops.rows import *
+from ggjit.ops.rwkv import *
 from ggjit.ops.scale import *
 from ggjit.ops.set import *
 from ggjit.ops.soft_max import *
@@ -38,7 +39,8 @@ from ggjit.ops.upscale import *
 from ggjit.ops.views import *
 from ggjit.ops.window import *
 
-_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "fill", "glu", "im2col",
-             "linalg", "math", "mul_mat", "norm", "pad", "pool", "recurrence_back", "reduce", "repeat", "rope", "rows",
-             "scale", "set", "soft_max", "sort", "unary", "unary_back", "upscale", "views", "window")  # fmt: skip
+_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "fill", "glu",
+             "im2col", "linalg", "math", "mul_mat", "norm", "pad", "pool", "recurrence_back", "reduce", "repeat",
+             "rope", "rows", "rwkv", "scale", "set", "soft_max", "sort", "unary", "unary_back", "upscale",
+             "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
