@@ -15,16 +15,15 @@ One chain of multiply-adds in n order per element: the bits depend neither on th
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from ggjit import ops, types
-from ggjit.autodiff import as_contiguous, unbroadcast, zeros
+from ggjit.autodiff import as_contiguous, as_f32, zeros
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.copy import make_copy_runs
 from ggjit.ops.lib.checks import require, require_type
+from ggjit.ops.mul_mat import sum_groups
 from ggjit.tensor import Tensor, new_node
 
 convert = lazy_module("ggjit.ops.lib.convert")
@@ -212,9 +211,9 @@ def _(node, grad, need):
     a, b = node.src
     da = db = None
     if need[0]:
-        da = unbroadcast(out_prod(grad, ops.cont(ops.transpose(b))), a)
+        da = sum_groups(out_prod(grad, ops.cont(ops.transpose(b))), a)
     if need[1]:
-        db = ops.cont(ops.transpose(ops.mul_mat(a if a.nb[0] == a.type.type_size else as_contiguous(a), grad)))
+        db = ops.cont(ops.transpose(ops.mul_mat(as_contiguous(as_f32(a)), grad)))
     return da, db
 
 
