@@ -206,14 +206,24 @@ SOLVE_TRI.flops(lambda node: node.nelements * node.ne[1])
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
+def sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """Sum over the matrices that one of `like` stood for: neighbours along dimensions 2 and 3."""
+    ne0, ne1, n2, n3 = like.ne
+    for d, n in ((2, n2), (3, n3)):
+        if grad.ne[d] != n:
+            inner = ne0 * ne1 * (n2 if d == 3 else 1)
+            rest = 1 if d == 3 else grad.ne[3]
+            groups = ops.reshape_4d(grad, inner, grad.ne[d] // n, n, rest)
+            total = ops.repeat_back(groups, ops.reshape_4d(ops.view_1d(groups, inner * n * rest, 0), inner, 1, n, rest))
+            grad = ops.reshape_4d(total, ne0, ne1, n2, n3 if d == 3 else grad.ne[3])
+    return grad
+
+
 @OUT_PROD.backward
 def _(node, grad, need):
     a, b = node.src
-    da = db = None
-    if need[0]:
-        da = sum_groups(out_prod(grad, ops.cont(ops.transpose(b))), a)
-    if need[1]:
-        db = ops.cont(ops.transpose(ops.mul_mat(as_contiguous(as_f32(a)), grad)))
+    da = sum_groups(out_prod(grad, ops.cont(ops.transpose(b))), a) if need[0] else None
+    db = ops.cont(ops.transpose(ops.mul_mat(as_contiguous(as_f32(a)), grad))) if need[1] else None
     return da, db
 
 
