@@ -346,14 +346,22 @@ def _select(node):
     a, b = node.src
     if node.type not in _PLAIN.get((a.type, b.type), ()):
         return None
-    if b.ne[0] in (1, a.ne[0]) and all(t.is_contiguous_rows for t in (node, a, b)):
+    if _has_plain_rows(node):
         return make_binary(node.op, node.type, a.type, b.type, b.ne[0] != a.ne[0])
     return make_binary_strided(node.op, node.type, a.type, b.type)
 
 
+def _has_plain_rows(node):
+    """Are the rows without gaps, those of src1 as long as those of src0 or one value?"""
+    a, b = node.src
+    return b.ne[0] in (1, a.ne[0]) and all(t.is_contiguous_rows for t in (node, a, b))
+
+
 def _work_size(node, nth):
     a = node.src[0]
-    return 4 * a.ne[0] * nth if a.type.is_quantized else 2 * _SLOT * nth
+    if a.type.is_quantized:
+        return 4 * a.ne[0] * nth
+    return 0 if _has_plain_rows(node) else 2 * _SLOT * nth
 
 
 @ADD.kernel
