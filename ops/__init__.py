@@ -33,6 +33,7 @@ from ggjit.ops.scale import *
 from ggjit.ops.set import *
 from ggjit.ops.soft_max import *
 from ggjit.ops.sort import *
+from ggjit.ops.ssm import *
 from ggjit.ops.unary import *
 from ggjit.ops.unary_back import *
 from ggjit.ops.upscale import *
@@ -41,6 +42,6 @@ from ggjit.ops.window import *
 
 _FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "fill", "glu",
              "im2col", "linalg", "math", "mul_mat", "norm", "pad", "pool", "recurrence_back", "reduce", "repeat",
-             "rope", "rows", "rwkv", "scale", "set", "soft_max", "sort", "unary", "unary_back", "upscale",
+             "rope", "rows", "rwkv", "scale", "set", "soft_max", "sort", "ssm", "unary", "unary_back", "upscale",
              "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
