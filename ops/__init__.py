@@ -16,11 +16,14 @@ from ggjit.ops.conv_transpose import *
 from ggjit.ops.copy import *
 from ggjit.ops.fill import *
 from ggjit.ops.glu import *
+from ggjit.ops.group_norm import *
 from ggjit.ops.im2col import *
 from ggjit.ops.linalg import *
+from ggjit.ops.loss import *
 from ggjit.ops.math import *
 from ggjit.ops.mul_mat import *
 from ggjit.ops.norm import *
+from ggjit.ops.optimizer import *
 from ggjit.ops.pad import *
 from ggjit.ops.pool import *
 from ggjit.ops.recurrence_back import *
@@ -41,7 +44,7 @@ from ggjit.ops.views import *
 from ggjit.ops.window import *
 
 _FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "fill", "glu",
-             "im2col", "linalg", "math", "mul_mat", "norm", "pad", "pool", "recurrence_back", "reduce", "repeat",
-             "rope", "rows", "rwkv", "scale", "set", "soft_max", "sort", "ssm", "unary", "unary_back", "upscale",
-             "views", "window")  # fmt: skip
+             "group_norm", "im2col", "linalg", "loss", "math", "mul_mat", "norm", "optimizer", "pad", "pool",
+             "recurrence_back", "reduce", "repeat", "rope", "rows", "rwkv", "scale", "set", "soft_max", "sort", "ssm",
+             "unary", "unary_back", "upscale", "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
