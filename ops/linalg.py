@@ -24,6 +24,7 @@ from ggjit.op import Op
 from ggjit.ops.copy import make_copy_runs
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.mul_mat import sum_groups
+from ggjit.ops.mul_mat import sum_groups
 from ggjit.tensor import Tensor, new_node
 
 convert = lazy_module("ggjit.ops.lib.convert")
@@ -204,19 +205,6 @@ SOLVE_TRI.flops(lambda node: node.nelements * node.ne[1])
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
-
-
-def sum_groups(grad: Tensor, like: Tensor) -> Tensor:
-    """Sum over the matrices that one of `like` stood for: neighbours along dimensions 2 and 3."""
-    ne0, ne1, n2, n3 = like.ne
-    for d, n in ((2, n2), (3, n3)):
-        if grad.ne[d] != n:
-            inner = ne0 * ne1 * (n2 if d == 3 else 1)
-            rest = 1 if d == 3 else grad.ne[3]
-            groups = ops.reshape_4d(grad, inner, grad.ne[d] // n, n, rest)
-            total = ops.repeat_back(groups, ops.reshape_4d(ops.view_1d(groups, inner * n * rest, 0), inner, 1, n, rest))
-            grad = ops.reshape_4d(total, ne0, ne1, n2, n3 if d == 3 else grad.ne[3])
-    return grad
 
 
 @OUT_PROD.backward
