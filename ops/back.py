@@ -392,7 +392,7 @@ def _cases():
     from ggjit.ops.views import permute, transpose, view_2d
 
     pairs = {
-        SILU_BACK: lambda a, b: silu_back(a, b),
+        SILU_BACK: silu_back,
         RMS_NORM_BACK: lambda a, b: rms_norm_back(a, b, 1e-5),
         SOFT_MAX_BACK: lambda a, b: soft_max_ext_back(a, b, 0.4, 0.0),
     }
@@ -425,7 +425,9 @@ def _cases():
     ROPE_BACK.case("mrope")(lambda t: turn(t, "F32", 8, 64, sections=(16, 8, 6, 2)))
     ROPE_BACK.case("vision")(lambda t: turn(t, "F32", 24, 32, factors=True, sections=(16, 16, 0, 0)))
 
-    GET_ROWS_BACK.case("equal numbers")(lambda t: get_rows_back(t("F32", 37, 9), t.ints("I32", 9, high=4), t("F32", 37, 4)))
+    GET_ROWS_BACK.case("equal numbers")(
+        lambda t: get_rows_back(t("F32", 37, 9), t.ints("I32", 9, high=4), t("F32", 37, 4))
+    )
     GET_ROWS_BACK.case("f16")(lambda t: get_rows_back(t("F16", 65, 3), t.ints("I32", 3, high=6), t("F16", 65, 6)))
     GET_ROWS_BACK.case("transposed")(
         lambda t: get_rows_back(transpose(t("F32", 5, 33)), t.ints("I32", 5, high=6), t("F32", 33, 6))

@@ -3,7 +3,7 @@
     cross_entropy_loss       -sum(labels log(soft_max(logits))) / rows
     cross_entropy_loss_back  grad (soft_max(logits) sum(labels) - labels) / rows
 
-log(soft_max(x)) is x - max - log(sum(exp(x - max))). Each row is a float32 sum of 32 parts; rows are added in float64 by
+log(soft_max(x)) is x - max - log(sum(exp(x - max))). A row is a float32 sum of 32 parts; rows are added in float64 by
 one thread, in order. ggml takes the labels of a row to add up to 1; here their sum is in the gradient.
 """
 
@@ -15,10 +15,11 @@ from ggjit import types
 from ggjit.autodiff import as_contiguous
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
-from ggjit.ops.binary import mul
+from ggjit.ops.binary import mul, sub
 from ggjit.ops.lib.checks import require, require_type
-from ggjit.ops.math import log
+from ggjit.ops.math import clamp, log
 from ggjit.ops.norm import sum_of
+from ggjit.ops.reduce import sum_rows
 from ggjit.ops.scale import scale
 from ggjit.ops.soft_max import soft_max
 from ggjit.tensor import Tensor, new_node
@@ -92,12 +93,12 @@ def _soft_max(x):
 @CROSS_ENTROPY_LOSS.reference
 def _(node, a, b):
     x = a - a.max(-1, keepdims=True)
-    return -(b * (x - np.log(np.exp(x).sum(-1, keepdims=True)))).sum() / (a.size / a.shape[-1])
+    return -(b * (x - np.log(np.exp(x).sum(-1, keepdims=True)))).sum() / node.src[0].nrows
 
 
 @CROSS_ENTROPY_LOSS_BACK.reference
 def _(node, a, b, c):
-    return a.reshape(()) * (_soft_max(b) * c.sum(-1, keepdims=True) - c) / (b.size / b.shape[-1])
+    return a.reshape(()) * (_soft_max(b) * c.sum(-1, keepdims=True) - c) / node.src[1].nrows
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -211,10 +212,13 @@ CROSS_ENTROPY_LOSS_BACK.flops(lambda node: 8 * node.nelements)
 def _(node, grad, need):
     a, b = node.src
     by_logits = cross_entropy_loss_back(grad, a, b) if need[0] else None
-    by_labels = None
-    if need[1]:
-        by_labels = mul(scale(log(soft_max(as_contiguous(a))), -1.0 / a.nrows), grad)
-    return by_logits, by_labels
+    return by_logits, mul(scale(_log_soft_max(as_contiguous(a)), -1.0 / a.nrows), grad) if need[1] else None
+
+
+def _log_soft_max(x: Tensor) -> Tensor:
+    """x less log(sum(exp(x))), which is x - log(y) for each y of soft_max(x); their mean by y, as y may be 0."""
+    y = soft_max(x)
+    return sub(x, sum_rows(mul(y, sub(x, log(clamp(y, 1e-30, 1.0))))))
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

@@ -229,7 +229,9 @@ def pad_reflect_1d(a: Tensor, p0: int, p1: int) -> Tensor:
     require_type("pad_reflect_1d", "a", a, types.F32)
     require_contiguous("pad_reflect_1d", "a", a)
     if not (0 <= p0 < a.ne[0] and 0 <= p1 < a.ne[0]):
-        raise ValueError(f"pad_reflect_1d: paddings must be 0 to ne[0] - 1 = {a.ne[0] - 1}, got {p0}, {p1} ('{a.name}')")
+        raise ValueError(
+            f"pad_reflect_1d: paddings must be 0 to ne[0] - 1 = {a.ne[0] - 1}, got {p0}, {p1} ('{a.name}')"
+        )
     return new_node(PAD_REFLECT_1D, a.type, (p0 + a.ne[0] + p1, *a.ne[1:]), (a,), (p0, p1))
 
 

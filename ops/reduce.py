@@ -447,7 +447,7 @@ def _cases():
     ARGMAX.case("negative values")(lambda t: argmax(t("F32", 40, 3, low=-9, high=-8)))
     ARGMAX.case("padded rows")(lambda t: argmax(_padded(t("F32", 50, 6))))
 
-    ints = dict(low=0, high=3)
+    ints = {"low": 0, "high": 3}
     COUNT_EQUAL.case("matrix")(lambda t: count_equal(t.ints("I32", 33, 5, **ints), t.ints("I32", 33, 5, **ints)))
     COUNT_EQUAL.case("four dimensions")(
         lambda t: count_equal(t.ints("I32", 7, 3, 2, 2, **ints), t.ints("I32", 7, 3, 2, 2, **ints))
