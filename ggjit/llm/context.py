@@ -55,6 +55,7 @@ class DecodeGraph:
     def __init__(self, context: DecodeContext, n_tokens: int, n_kv: int, n_outputs: int) -> None:
         self.cache, self.n_tokens, self.n_kv, self.n_outputs = context.cache, n_tokens, n_kv, n_outputs
         self._stores: list[Tensor] = []
+        self._windows: dict[int, Tensor] = {}
         self.context = Context(GRAPH_SIZE * tensor_overhead() + graph_overhead(GRAPH_SIZE), no_alloc=True)
         with self.context:
             self.tokens = new_tensor(types.I32, n_tokens, name="inp_tokens").set_input()
@@ -73,7 +74,8 @@ class DecodeGraph:
         self.executable: Executable = lower(self.graph, context.n_threads)
         known = {*self.graph.leafs}
         self._inputs = {t: t.numpy() for t in (self.tokens, self.pos, self.cells, self.out_ids) if t in known}
-        self._mask = self.mask.numpy()[0, 0].view(np.uint16)
+        masks = [(None, self.mask), *self._windows.items()]
+        self._masks = {w: t.numpy()[0, 0].view(np.uint16) for w, t in masks if t in known}
         self._result = self.logits.numpy()[0, 0] if self.logits is not None else None
 
     # -- what model files call ---------------------------------------------------------------------------------------
@@ -105,6 +107,13 @@ class DecodeGraph:
             views.append(ops.permute(window, 0, 2, 1, 3))
         return views[0], views[1]
 
+    def window_mask(self, window: int) -> Tensor:
+        """The mask of attention to the last `window` tokens, the token itself among them; f16 [n_kv, n_tokens]."""
+        if window not in self._windows:
+            mask = new_tensor(types.F16, self.n_kv, self.n_tokens, name=f"kq_mask_{window}")
+            self._windows[window] = mask.set_input()
+        return self._windows[window]
+
     def select_outputs(self, x: Tensor) -> Tensor:
         """The rows of `x` whose logits are wanted; all of them as they are."""
         if self.n_outputs == self.n_tokens:
@@ -122,13 +131,16 @@ class DecodeGraph:
             view[...] = values[t]
         cell_pos, cell_seq = self.cache.pos[: self.n_kv], self.cache.seq[: self.n_kv]
         hidden = (cell_pos > batch.pos[:, None]) | (cell_seq != batch.seq[:, None])
-        np.multiply(hidden, _MASKED, out=self._mask, casting="unsafe")
+        for window, mask in self._masks.items():
+            outside = hidden if window is None else hidden | (cell_pos <= batch.pos[:, None] - window)
+            np.multiply(outside, _MASKED, out=mask, casting="unsafe")
         self.executable.run(callback)
 
     def result(self) -> NDArray[np.float32]:
         """The logits of the last run, [n_outputs, n_vocab]: a view that the next run overwrites."""
         assert self._result is not None
-        return self._result
+        result: NDArray[np.float32] = self._result
+        return result
 
 
 class DecodeContext:

@@ -31,17 +31,17 @@ class Hparams:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self.arch = self._text("general.architecture")
-        self.n_layer = self.int("block_count")
-        self.n_embd = self.int("embedding_length")
-        self.n_ctx_train = self.int("context_length")
+        self.n_layer = self.count("block_count")
+        self.n_embd = self.count("embedding_length")
+        self.n_ctx_train = self.count("context_length")
         n_head = self.n_head(0)
         if n_head == 0 or ("attention.key_length" not in self and self.n_embd % n_head):
             raise self.fail("attention.head_count", f"must divide {self.n_embd}, the embedding length, got {n_head}")
-        self.head_dim = self.int("attention.key_length", self.n_embd // n_head)
-        self.head_dim_v = self.int("attention.value_length", self.n_embd // n_head)
-        self.n_rot = self.int("rope.dimension_count", self.head_dim)
-        self.eps = self.float("attention.layer_norm_rms_epsilon", 1e-5)
-        self.n_expert = self.int("expert_count", 0)
+        self.head_dim = self.count("attention.key_length", self.n_embd // n_head)
+        self.head_dim_v = self.count("attention.value_length", self.n_embd // n_head)
+        self.n_rot = self.count("rope.dimension_count", self.head_dim)
+        self.eps = self.number("attention.layer_norm_rms_epsilon", 1e-5)
+        self.n_expert = self.count("expert_count", 0)
 
     def __contains__(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self._file.kv
@@ -74,14 +74,14 @@ class Hparams:
             raise GgufError(self._file.path, 0, f"key {key!r} must be a string in the file, got {value!r}")
         return value
 
-    def int(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None) -> int:
         """A whole number that is not negative."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
             raise self.fail(key, f"must be a number in [0, 2^31), got {value!r}")
         return value
 
-    def float(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         """A number."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -92,7 +92,7 @@ class Hparams:
         """A number that may be given for each layer."""
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool):
-            return self.int(key, default)
+            return self.count(key, default)
         try:
             return int(value[il])
         except (TypeError, IndexError, ValueError):

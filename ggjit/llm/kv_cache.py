@@ -33,6 +33,7 @@ class KVCache:
         v: for each layer [n_embd_v, n_cells].
         pos: position of each cell's token, -1 if the cell is free.
         seq: sequence of each cell's token, -1 if the cell is free.
+        nbytes: bytes of keys and values.
     """
 
     def __init__(self, n_cells: int, type: Type, k_rows: Sequence[int], v_rows: Sequence[int]) -> None:
@@ -42,14 +43,10 @@ class KVCache:
         with self.context:
             self.k = [new_tensor(type, n, n_cells, name=f"cache_k_l{il}") for il, n in enumerate(k_rows)]
             self.v = [new_tensor(type, n, n_cells, name=f"cache_v_l{il}") for il, n in enumerate(v_rows)]
-        self.buffer = alloc_ctx_tensors(self.context, host_buffer_type())
+        buffer = alloc_ctx_tensors(self.context, host_buffer_type())
+        self.nbytes = 0 if buffer is None else buffer.size
         self.pos = np.full(n_cells, -1, np.int32)
         self.seq = np.full(n_cells, -1, np.int32)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.buffer.size
 
     @property
     def n_used(self) -> int:

@@ -49,17 +49,17 @@ class Rope:
         )
         if kind not in ("none", "linear", "yarn"):
             raise hp.fail("rope.scaling.type", f"must be none, linear or yarn, got {kind!r}")
-        factor = hp.float("rope.scaling.factor", hp.float("rope.scale_linear", 1.0))
+        factor = hp.number("rope.scaling.factor", hp.number("rope.scale_linear", 1.0))
         if factor < 0:
             raise hp.fail("rope.scaling.factor", f"must be positive, got {factor}")
         return cls(
             n_dims=hp.n_rot,
             mode=mode,
-            n_ctx_orig=hp.int("rope.scaling.original_context_length", hp.n_ctx_train),
-            freq_base=hp.float("rope.freq_base", 10000.0),
+            n_ctx_orig=hp.count("rope.scaling.original_context_length", hp.n_ctx_train),
+            freq_base=hp.number("rope.freq_base", 10000.0),
             freq_scale=1.0 / factor if factor and kind != "none" else 1.0,
             ext_factor=1.0 if kind == "yarn" else 0.0,
-            attn_factor=hp.float("rope.scaling.attn_factor", 1.0),
+            attn_factor=hp.number("rope.scaling.attn_factor", 1.0),
         )
 
     def apply(self, x: Tensor, pos: Tensor, factors: Tensor | None = None) -> Tensor:
@@ -87,7 +87,9 @@ def heads(x: Tensor, head_dim: int, n_head: int, first: int = 0) -> Tensor:
     return ops.view_3d(x, head_dim, n_head, x.ne[1], head_dim * esz, x.nb[1], first * esz)
 
 
-def attention(g: DecodeGraph, q: Tensor, k: Tensor, v: Tensor, il: int, scale: float) -> Tensor:
+def attention(
+    g: DecodeGraph, q: Tensor, k: Tensor, v: Tensor, il: int, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """Write keys and values to the cache, attend over it, and join the heads.
 
     Args:
@@ -97,15 +99,23 @@ def attention(g: DecodeGraph, q: Tensor, k: Tensor, v: Tensor, il: int, scale: f
         v: f32 [head_dim_v, n_head_kv, n].
         il: layer.
         scale: of the scores.
+        mask: by default that of causal attention.
 
     Returns:
         f32 [head_dim_v * n_head, n].
     """
     k_cache, v_cache = g.store_kv(il, k, v)
-    out = ops.flash_attn_ext(ops.permute(q, 0, 2, 1, 3), k_cache, v_cache, g.mask, scale)  # [head_dim_v, n_head, n]
+    out = ops.flash_attn_ext(
+        ops.permute(q, 0, 2, 1, 3), k_cache, v_cache, g.mask if mask is None else mask, scale
+    )  # [head_dim_v, n_head, n]
     return ops.reshape_2d(out, out.ne[0] * out.ne[1], out.ne[2])
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Feed-forward block: down (silu(gate x) * up x)."""
     return ops.mul_mat(down, ops.swiglu_split(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
+
+
+def geglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Feed-forward block: down (gelu(gate x) * up x)."""
+    return ops.mul_mat(down, ops.geglu_split(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
