@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def bench_llm(path: str, threads: int, args: argparse.Namespace) -> list[Row]:
+def bench_llm(path: str | Path, threads: int, args: argparse.Namespace) -> list[Row]:
     """Measure one model with one number of threads."""
     import ggjit as gg
     from ggjit.limits import Meter
