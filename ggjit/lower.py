@@ -303,8 +303,8 @@ def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, i
     for i, s in enumerate(steps):
         r = s.record
         scratch = [work] if s.work or rows[i, 3] & COUNTER else []
-        mine = [(r.data, r.data + _extent(r)), *scratch]
         theirs = [(t.data, t.data + _extent(t)) for t in r.src if t is not None]
+        mine = [(r.data, r.data + _extent(r)), *scratch, *(theirs[k] for k in r.op.state)]
         counts = bool(rows[i, 3] & COUNTER)
         clash = counts or _overlap(theirs, writes) or _overlap(mine, writes) or _overlap(mine, reads)
         if i and clash:

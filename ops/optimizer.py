@@ -26,7 +26,7 @@ vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = ["opt_step_adamw", "opt_step_sgd"]
 
-OPT_STEP_ADAMW = Op("opt_step_adamw", id=98)
+OPT_STEP_ADAMW = Op("opt_step_adamw", id=98, state=(2, 3))
 OPT_STEP_SGD = Op("opt_step_sgd", id=99)
 COUNTER_LINE = 64
 
