@@ -13,6 +13,9 @@ work size, lowering, test cases. The engine knows no op by name; it asks the rec
     @SQR.kernel                         # which CPU kernel computes a node; None: unsupported
     def _(node): return sqr_f32
 
+    @SQR.backward                       # gradients of the sources, built from ops (see ggjit.autodiff)
+    def _(node, grad, need): return (scale(mul(grad, node.src[0]), 2.0),)
+
     @SQR.case("rows")                   # run by the tests at every level and thread count
     def _(t): return sqr(t("F32", 65, 3))
 """
@@ -144,7 +147,8 @@ class Op:
     def backward(self, function: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Sequence[Tensor | None]]:
         """Decorator: f(node, grad, need) -> gradients of the sources, as nodes.
 
-        `need[i]` says whether source i wants one; entries that do not may be None. Each has the shape of its source.
+        `grad` is contiguous f32 of the node's shape. `need[i]` says whether source i wants a gradient: f32 of its
+        shape, of any layout, or None if it is 0. The other entries do not matter.
         """
         self._backward = function
         return function

@@ -64,6 +64,7 @@ def _types() -> bool:
 
 
 def _tests() -> bool:
+    os.environ["GGJIT_FULL_TESTS"] = "1"
     return _python("pytest", "-q")
 
 
