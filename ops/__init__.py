@@ -24,6 +24,7 @@ from ggjit.ops.linalg import *
 from ggjit.ops.loss import *
 from ggjit.ops.math import *
 from ggjit.ops.mul_mat import *
+from ggjit.ops.mul_mat_id import *
 from ggjit.ops.norm import *
 from ggjit.ops.optimizer import *
 from ggjit.ops.pad import *
@@ -46,7 +47,7 @@ from ggjit.ops.views import *
 from ggjit.ops.window import *
 
 _FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "dsv4", "fill",
-             "glu", "group_norm", "im2col", "indexer", "linalg", "loss", "math", "mul_mat", "norm", "optimizer",
-             "pad", "pool", "recurrence_back", "reduce", "repeat", "rope", "rows", "rwkv", "scale", "set",
-             "soft_max", "sort", "ssm", "unary", "unary_back", "upscale", "views", "window")  # fmt: skip
+             "glu", "group_norm", "im2col", "indexer", "linalg", "loss", "math", "mul_mat", "mul_mat_id", "norm",
+             "optimizer", "pad", "pool", "recurrence_back", "reduce", "repeat", "rope", "rows", "rwkv", "scale",
+             "set", "soft_max", "sort", "ssm", "unary", "unary_back", "upscale", "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
