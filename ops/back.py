@@ -128,7 +128,7 @@ def make_silu_back(type_name: str, is_strided: bool):
     return silu_back_rows
 
 
-def _is_strided(node: Tensor) -> bool:
+def _is_strided(node):
     return not (node.src[0].is_contiguous_rows and node.src[1].is_contiguous_rows)
 
 
@@ -231,18 +231,26 @@ def rms_norm_back_row(dst, to, src0, at, src1, by, n, eps):
     """rms_norm_back of n contiguous f32."""
     r = rms_norm_scale(src1, by, n, eps)
     s = -(r * r * r * (dot_of(src0, at, src1, by, n) / np.float32(n)))
-    for i in range(0, n, 16):
-        dy, x = vec.load_first(src0, at + 4 * i, n - i), vec.load_first(src1, by + 4 * i, n - i)
-        vec.store_first(dst, to + 4 * i, vec.fma(x, s, dy * r), n - i)
+    for i in range(0, n - 15, 16):
+        vec.store(dst, to + 4 * i, vec.fma(vec.load(src1, by + 4 * i), s, vec.load(src0, at + 4 * i) * r))
+    rest = n % 16
+    if rest:
+        i = 4 * (n - rest)
+        dy, x = vec.load_first(src0, at + i, rest), vec.load_first(src1, by + i, rest)
+        vec.store_first(dst, to + i, vec.fma(x, s, dy * r), rest)
 
 
 @jitted
 def soft_max_back_row(dst, to, src0, at, src1, by, n, scale):
     """soft_max_back of n contiguous f32."""
     dot = dot_of(src0, at, src1, by, n)
-    for i in range(0, n, 16):
-        dy, y = vec.load_first(src0, at + 4 * i, n - i), vec.load_first(src1, by + 4 * i, n - i)
-        vec.store_first(dst, to + 4 * i, (dy - dot) * y * scale, n - i)
+    for i in range(0, n - 15, 16):
+        vec.store(dst, to + 4 * i, (vec.load(src0, at + 4 * i) - dot) * vec.load(src1, by + 4 * i) * scale)
+    rest = n % 16
+    if rest:
+        i = 4 * (n - rest)
+        dy, y = vec.load_first(src0, at + i, rest), vec.load_first(src1, by + i, rest)
+        vec.store_first(dst, to + i, (dy - dot) * y * scale, rest)
 
 
 @functools.cache
@@ -380,9 +388,19 @@ def make_get_rows_back(type_name: str):
     return get_rows_back
 
 
-GET_ROWS_BACK.kernel(lambda node: make_get_rows_back(node.src[0].type.name))
-GET_ROWS_BACK.work_size(lambda node, nth: 4 * node.ne[0] * nth)
-GET_ROWS_BACK.flops(lambda node: node.src[0].nelements)
+@GET_ROWS_BACK.kernel
+def _(node):
+    return make_get_rows_back(node.src[0].type.name)
+
+
+@GET_ROWS_BACK.work_size
+def _(node, nth):
+    return 4 * node.ne[0] * nth
+
+
+@GET_ROWS_BACK.flops
+def _(node):
+    return node.src[0].nelements
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

@@ -80,14 +80,16 @@ def _(node, a):
 @functools.cache
 def make_fill(type_name: str, size: int):
     """Kernel for contiguous tensors of a type."""
-    store_first = vec.storer_first(type_name)
+    store, store_first = vec.storer(type_name), vec.storer_first(type_name)
 
     @kernel
     def fill(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         begin, end = rows.part(dst_ne[0] * dst_ne[1] * dst_ne[2] * dst_ne[3], np.int64(64), ith, nth)
         x = vec.splat(memory.f32_from_bits(op_params[0]))
-        for i in range(begin, end, 16):
-            store_first(dst, size * i, x, end - i)
+        for i in range(begin, end - 15, 16):
+            store(dst, size * i, x)
+        rest = (end - begin) % 16
+        store_first(dst, size * (end - rest), x, rest)
 
     return fill
 

@@ -202,10 +202,20 @@ def _(low, node):
 
 
 CROSS_ENTROPY_LOSS.supports(lambda node: True)
-CROSS_ENTROPY_LOSS.flops(lambda node: 8 * node.src[0].nelements)
 CROSS_ENTROPY_LOSS_BACK.kernel(lambda node: cross_entropy_loss_back_f32)
-CROSS_ENTROPY_LOSS_BACK.work_size(lambda node, nth: _scratch(node.src[1], node.src[2], nth))
-CROSS_ENTROPY_LOSS_BACK.flops(lambda node: 8 * node.nelements)
+
+
+@CROSS_ENTROPY_LOSS_BACK.work_size
+def _(node, nth):
+    return _scratch(node.src[1], node.src[2], nth)
+
+
+def _flops(node):
+    return 8 * node.src[1].nelements
+
+
+for _op in (CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK):
+    _op.flops(_flops)
 
 
 @CROSS_ENTROPY_LOSS.backward

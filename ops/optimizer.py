@@ -157,14 +157,20 @@ def opt_step_sgd_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne,
 
 OPT_STEP_ADAMW.kernel(lambda node: opt_step_adamw_f32)
 OPT_STEP_SGD.kernel(lambda node: opt_step_sgd_f32)
+
+
+def _work_size(node, nth):
+    return 0 if node.src[1].is_contiguous_rows else 4 * node.ne[0] * nth
+
+
 for _op in (OPT_STEP_ADAMW, OPT_STEP_SGD):
-    _op.work_size(lambda node, nth: 0 if node.src[1].is_contiguous_rows else 4 * node.ne[0] * nth)
+    _op.work_size(_work_size)
     _op.flops(lambda node: (12 if node.op is OPT_STEP_ADAMW else 3) * node.nelements)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
-_PARAMS = np.float32([0.1, 0.8, 0.95, 1e-5, 0.1, 1.2, 3.0])
+_PARAMS = np.array([0.1, 0.8, 0.95, 1e-5, 0.1, 1.2, 3.0], np.float32)
 
 
 def _cases():

@@ -178,9 +178,8 @@ def _(node):
 
 def _slice(t: Tensor, dim: int, start: int, n: int) -> Tensor:
     """A copy of n places of a dimension."""
-    ne = list(t.ne)
-    ne[dim] = n
-    return cont(view_4d(t, *ne, *t.nb[1:], start * t.nb[dim]))
+    ne0, ne1, ne2, ne3 = (n if d == dim else t.ne[d] for d in range(4))
+    return cont(view_4d(t, ne0, ne1, ne2, ne3, *t.nb[1:], start * t.nb[dim]))
 
 
 def _fold(grad: Tensor, dim: int, n: int, before: int) -> Tensor:

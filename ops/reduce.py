@@ -320,9 +320,13 @@ def _(low, node):
     low.emit(total_count, node, src=(parts,))
 
 
+def _flops(node):
+    return node.src[0].nelements
+
+
 for _op in (SUM, COUNT_EQUAL):
     _op.supports(lambda node: True)
-    _op.flops(lambda node: node.src[0].nelements)
+    _op.flops(_flops)
 
 
 # --- kernels: rows ----------------------------------------------------------------------------------------------------
@@ -391,7 +395,7 @@ ARGMAX.kernel(lambda node: argmax_f32)
 for _op in (MEAN, ARGMAX):
     _op.work_size(_work_size)
 for _op in (SUM_ROWS, MEAN, CUMSUM, ARGMAX):
-    _op.flops(lambda node: node.src[0].nelements)
+    _op.flops(_flops)
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

@@ -178,18 +178,21 @@ def _lower(low, node):
         low.emit(make_into(node.op is ACC), node)
 
 
+def _flops(node):
+    return node.src[1].nelements
+
+
 for _op in (ACC, SET):
     _op.reference(_reference)
     _op.lower(_lower)
     _op.supports(lambda node: True)
-    _op.flops(lambda node: node.src[1].nelements)
+    _op.flops(_flops)
 
 
-def _part(grad: Tensor, node: Tensor) -> Tensor:
-    from ggjit.ops.views import view_4d
-
+def _part(grad, node):
+    """The part of a gradient that `b` went to."""
     p = node.params
-    return copy.cont(view_4d(grad, *node.src[1].ne, p.nb1, p.nb2, p.nb3, p.offset))
+    return copy.cont(ops.view_4d(grad, *node.src[1].ne, p.nb1, p.nb2, p.nb3, p.offset))
 
 
 @ACC.backward
