@@ -174,7 +174,9 @@ def cont_4d(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
 
 
 def as_type(values, type):
-    """Values rounded to a type, as float64 (integers as int64)."""
+    """Values rounded to a type, as float64 (integers as int64); what is to be f32 stays as exact as it is."""
+    if type is types.F32:
+        return values.astype(np.float64)
     if type.is_quantized:
         rows = values.astype(np.float32).reshape(-1, values.shape[-1])
         return type.quant.dequantize(encode(rows, type)).astype(np.float64).reshape(values.shape)

@@ -14,7 +14,7 @@ import ggjit as gg
 from ggjit import ops  # noqa: F401  (fills the registry)
 from ggjit.autodiff import FLOATS
 from ggjit.dev.cases import CaseInputs, nmse
-from ggjit.dev.gradients import gradient_errors, leafs_of
+from ggjit.dev.gradients import gradient_errors, graph_errors, leafs_of
 from ggjit.graph import Graph
 from ggjit.op import REGISTRY
 from ggjit.ops.unary import FUNCTIONS
@@ -71,6 +71,83 @@ def test_case(op, name):
         return
     for leaf, error, limit in gradient_errors(op, name, WITHOUT_SOURCE.get(op.name, ())):
         limit = LIMITS.get((op.name, name), limit)
+        assert error <= limit, f"{leaf}: error {error:.3g}, limit {limit:.3g}"
+
+
+# -- graphs of several ops ---------------------------------------------------------------------------------------------
+
+
+def repeated_use(t):
+    x = t("F32", 6, 5)
+    y = gg.mul(gg.tanh(x), gg.sigmoid(x))
+    return gg.add(gg.mul(y, y), gg.sub(x, y))
+
+
+def broadcasts(t):
+    x, row, column, one = t("F32", 6, 5, 2), t("F32", 6), t("F32", 1, 5), t("F32", 1, low=1, high=2)
+    return gg.div(gg.sub(gg.mul(gg.add(x, row), column), gg.add(column, one)), one)
+
+
+def views_of_views(t):
+    x = gg.permute(t("F32", 8, 6, 4), 0, 2, 1, 3)
+    inner = gg.view_3d(x, 5, 3, 2, x.nb[1], x.nb[2], x.nb[1] + 8)
+    rows = gg.view_2d(inner, 3, 3, inner.nb[1], 4)
+    return gg.mul(gg.cont(gg.transpose(rows)), gg.cont(gg.transpose(gg.view_2d(x, 3, 3, x.nb[1], 0))))
+
+
+def padded_f16(t):
+    x = gg.view_2d(t("F16", 20, 6), 12, 6, 40, 8)
+    return gg.mul_mat(x, gg.gelu(gg.view_2d(t("F32", 16, 5), 12, 5, 64, 16)))
+
+
+def products_of_one_source(t):
+    x = t("F32", 16, 16)
+    return gg.mul_mat(gg.mul_mat(x, x), x)
+
+
+def grouped_heads_and_batches(t):
+    k, q = gg.permute(t("BF16", 16, 2, 9, 2), 0, 2, 1, 3), gg.permute(t("F32", 16, 6, 5, 4), 0, 2, 1, 3)
+    return gg.soft_max_ext(gg.mul_mat(gg.cast(k, gg.F32), q), t("F32", 9, 7, 3, 2), 0.3, 4.0, sinks=t("F32", 6))
+
+
+def cache_of_rows(t):
+    cache = t("F32", 12, 8)
+    first = gg.set_rows(cache, gg.rms_norm(t("F32", 12, 3), 1e-5), t.array(np.int64([5, 2, 5])))
+    second = gg.set_rows(first, gg.silu(t("F32", 12, 2)), t.array(np.int64([2, 7])))
+    return gg.mul_mat(gg.view_2d(second, 12, 6, second.nb[1], 48), t("F32", 12, 4))
+
+
+def copy_into_memory(t):
+    memory = t("F32", 40)
+    copied = gg.cpy(gg.sqr(t("F32", 5, 4)), gg.view_2d(memory, 5, 4, 24, 8))
+    return gg.mul(copied, t("F32", 5, 4))
+
+
+def gates(t):
+    h = gg.norm(t("F32", 32, 4), 1e-5)
+    both = gg.mul_mat(t("F32", 32, 24), h)
+    return gg.add(gg.swiglu(both), gg.geglu(both, swapped=True))
+
+
+def closed_rows(t):
+    """Two queries see nothing: their result and all that comes from them is 0."""
+    mask = np.triu(np.full((6, 9), -np.inf, np.float16), 3)
+    mask[[1, 4]] = -np.inf
+    q, k, v = t("F32", 8, 6, 4), t("F32", 8, 9, 2), t("F32", 5, 9, 2)
+    return gg.flash_attn_ext(q, k, v, t.array(mask), 0.35)
+
+
+GRAPHS = (
+    repeated_use, broadcasts, views_of_views, padded_f16, products_of_one_source, grouped_heads_and_batches,
+    cache_of_rows, copy_into_memory, gates, closed_rows,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("build", GRAPHS, ids=lambda f: f.__name__)
+def test_graph(build):
+    errors = graph_errors(build)
+    assert errors
+    for leaf, error, limit in errors:
         assert error <= limit, f"{leaf}: error {error:.3g}, limit {limit:.3g}"
 
 

@@ -23,7 +23,10 @@ from ggjit.op import NONE, Op
 from ggjit.tensor import Tensor, new_tensor
 
 STEP, LIMIT = 1e-6, 2e-5
-ROUNDED_STEP = 0.25  # of references that round to the result's type: they are linear but for that
+ROUNDING, ROUNDED_STEP = (
+    ("cpy", "set_rows"),
+    0.25,
+)  # references that round to f16 and bf16; but for that they are linear
 LIMITS = {"F16": 2e-3, "BF16": 1e-2}  # of results of these types
 N_DIRECTIONS, N_ELEMENTS = 3, 6
 
@@ -44,14 +47,13 @@ class GradientError(NamedTuple):
 
 def leafs_of(node: Tensor) -> list[Tensor]:
     """The leafs that a node is made from, in order."""
-    found: dict[Tensor, None] = {}
-    stack = [node]
+    seen, stack = {node: None}, [node]
     while stack:
-        t = stack.pop()
-        if t.op is NONE:
-            found[t] = None
-        stack += [s for s in reversed(t.src) if s is not None]
-    return list(found)
+        for s in stack.pop().src:
+            if s is not None and s not in seen:
+                seen[s] = None
+                stack.append(s)
+    return [t for t in seen if t.op is NONE]
 
 
 def gradient_errors(op: Op, name: str, without: tuple[int, ...] = (), n_threads: int = 1) -> list[GradientError]:
@@ -70,25 +72,34 @@ def gradient_errors(op: Op, name: str, without: tuple[int, ...] = (), n_threads:
         NotImplementedError: the case has no gradient.
     """
     seed = zlib.crc32(f"{op.name}/{name}".encode())
+    return graph_errors(op.cases[name], seed, without, n_threads, ROUNDED_STEP if op.name in ROUNDING else STEP)
+
+
+def graph_errors(build: Callable[[CaseInputs], Tensor], seed: int = 0, without: tuple[int, ...] = (),
+                 n_threads: int = 1, step: float = STEP) -> list[GradientError]:  # fmt: skip
+    """Differentiate any graph and compare; see `gradient_errors`.
+
+    Args:
+        build: makes the result from leafs, as a case does.
+        seed: of all random values.
+        without: positions of the result's sources that have no gradient.
+        n_threads: threads that compute it.
+        step: of the differences.
+
+    Returns:
+        One entry for each float leaf.
+    """
     with Context(ARENA):
-        node = op.cases[name](CaseInputs(seed))
-        excluded = {leaf for i in without if i < len(node.src) for leaf in leafs_of(node.src[i])}  # type: ignore[arg-type]
+        node = build(CaseInputs(seed))
+        excluded = {leaf for i in without for s in node.src[i : i + 1] if s is not None for leaf in leafs_of(s)}
         params = [t for t in leafs_of(node) if t.type in FLOATS and t.nelements and t not in excluded]
         known = {t: values_of(t) for t in leafs_of(node) if t.nelements}  # a node may write into a leaf
         result = reference_of(node, dict(known))
         if not params or not result.size or np.isnan(result).any():
             return []
-        for t in params:
-            t.set_param()
         rng = np.random.default_rng(seed + 1)
         weights = np.where(np.isfinite(result), rng.uniform(-1, 1, result.shape), 0).astype(np.float32)
-        graph = Graph(1024, grads=True).build_forward_expand(node)
-        seeded = new_tensor(types.F32, *node.ne).set(weights)
-        graph.build_backward_expand({node: seeded})
-        seeded.set(weights)
-        graph.compute(n_threads)
-        found = [graph.grad(t) for t in params]
-        gradients = [np.zeros(t.ne[::-1]) if g is None else values_of(g) for t, g in zip(params, found, strict=True)]
+        gradients = _gradients(node, params, weights, n_threads)
 
         def error_of(leaf: Tensor, gradient: NDArray[Any]) -> float:
             def loss(values: NDArray[Any]) -> float:
@@ -97,8 +108,21 @@ def gradient_errors(op: Op, name: str, without: tuple[int, ...] = (), n_threads:
 
             return _error(gradient, known[leaf], step, loss, rng)
 
-        step, limit = ROUNDED_STEP if op.name in ("cpy", "set_rows") else STEP, LIMITS.get(node.type.name, LIMIT)
+        limit = LIMITS.get(node.type.name, LIMIT)
         return [GradientError(t, error_of(t, g), limit) for t, g in zip(params, gradients, strict=True)]
+
+
+def _gradients(
+    node: Tensor, params: list[Tensor], weights: NDArray[np.float32], n_threads: int
+) -> list[NDArray[np.float64]]:
+    """The gradients of sum(weights * node) by the compiled graph."""
+    for t in params:
+        t.set_param()
+    graph = Graph(1024, grads=True).build_forward_expand(node)
+    start = new_tensor(types.F32, *node.ne).set(weights)
+    graph.build_backward_expand({node: start}).compute(n_threads)
+    found = [graph.grad(t) for t in params]
+    return [np.zeros(t.ne[::-1]) if g is None else values_of(g) for t, g in zip(params, found, strict=True)]
 
 
 def _error(
