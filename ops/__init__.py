@@ -47,8 +47,9 @@ from ggjit.ops.upscale import *
 from ggjit.ops.views import *
 from ggjit.ops.window import *
 
-_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "custom", "dsv4",
-             "fill", "glu", "group_norm", "im2col", "indexer", "linalg", "loss", "math", "mul_mat", "mul_mat_id",
-             "norm", "optimizer", "pad", "pool", "recurrence_back", "reduce", "repeat", "rope", "rows", "rwkv",
-             "scale", "set", "soft_max", "sort", "ssm", "unary", "unary_back", "upscale", "views", "window")  # fmt: skip
+_FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_transpose", "copy", "custom",
+             "dsv4", "fill", "glu", "group_norm", "im2col", "indexer", "linalg", "loss", "math", "mul_mat",
+             "mul_mat_id", "norm", "optimizer", "pad", "pool", "recurrence_back", "reduce", "repeat", "rope",
+             "rows", "rwkv", "scale", "set", "soft_max", "sort", "ssm", "unary", "unary_back", "upscale",
+             "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]

@@ -1,8 +1,9 @@
 """Direct convolutions of planes and volumes, without memory for all columns (conv_by_im2col.py has the composed forms).
 
-    conv_2d_direct   dst[x, y, oc, n] = sum over c, ky, kx of a[kx, ky, c, oc] b[x s0 - p0 + kx d0, y s1 - p1 + ky d1, c, n]
-    conv_3d_direct   the same for volumes; channels and batch share dimension 3
-    conv_2d_dw_direct  each channel with a kernel of its own
+    conv_2d_direct      dst[x, y, oc, n] = sum over c, ky, kx of a[kx, ky, c, oc] b[X, Y, c, n]
+                        with X = x s0 - p0 + kx d0, Y = y s1 - p1 + ky d1, 0 outside
+    conv_3d_direct      the same for volumes; channels and batch share dimension 3
+    conv_2d_dw_direct   each channel with a kernel of its own
 
 The first two are matrix products whose left side is made on the way: 16 neighbouring pixels of the result are gathered
 as one panel (`float_panel`: per k 16 f32), a few panels at a time stay in L2, and the tile of mul_mat runs over the
@@ -27,7 +28,7 @@ from ggjit.op import Op
 from ggjit.ops.im2col import conv_size, layout, patches, walk
 from ggjit.ops.lib.checks import require, require_contiguous, require_type
 from ggjit.ops.linalg import lower_f32
-from ggjit.tensor import Dims, Tensor, new_node
+from ggjit.tensor import Tensor, new_node
 
 atomics = lazy_module("ggjit.ops.lib.atomics")
 float_panel = lazy_module("ggjit.ops.lib.float_panel")
@@ -45,6 +46,7 @@ CONV_2D = Op("conv_2d", id=56, params=_PARAMS, nmse=5e-4)
 CONV_3D = Op("conv_3d", id=57, params=_PARAMS_3D, nmse=5e-4)
 CONV_2D_DW = Op("conv_2d_dw", id=58, params=_PARAMS)
 COUNTER_LINE = 64
+Walked = tuple[int, int, int, int, int, int]  # s0, s1, p0, p1, d0, d1
 SCRATCH = 256 << 10  # bytes of panels, to stay in L2
 COLUMNS = 8  # output channels of a tile
 
@@ -58,9 +60,12 @@ def conv_2d_direct(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0:
     Args:
         a: f32 or f16, the kernel [KW, KH, IC, OC], contiguous.
         b: f32, [W, H, IC, N], any strides.
-        s0, s1: strides.
-        p0, p1: padding on both sides.
-        d0, d1: dilations.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
 
     Returns:
         f32 [OW, OH, OC, N].
@@ -91,10 +96,18 @@ def conv_3d_direct(a: Tensor, b: Tensor, s0: int, s1: int, s2: int, p0: int, p1:
     Args:
         a: f32 or f16, the kernel [KW, KH, KD, n_channels n_out], contiguous.
         b: f32, [W, H, D, n_channels n_batch], any strides.
-        s0, s1, s2: strides.
-        p0, p1, p2: padding on both sides.
-        d0, d1, d2: dilations.
-        n_channels, n_batch, n_out: what dimension 3 is made of.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        s2: step along dimension 2.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        p2: padding on both sides of dimension 2.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
+        d2: distance of neighbours in the kernel along dimension 2.
+        n_channels: channels of the volume.
+        n_batch: volumes.
+        n_out: channels of the result.
 
     Returns:
         f32 [OW, OH, OD, n_out n_batch].
@@ -122,7 +135,12 @@ def conv_2d_dw_direct(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, 
     Args:
         a: f32 or f16, the kernel [KW, KH, 1, C], any strides.
         b: f32 [W, H, C, N], contiguous, or with the channels next to each other (nb[2] the size of an element).
-        s0, s1, p0, p1, d0, d1: strides, paddings, dilations.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
 
     Returns:
         f32 [OW, OH, C, N], in the order of `b`.
@@ -155,7 +173,7 @@ def conv_2d_dw_direct(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, 
 @CONV_2D.reference
 def _(node, a, b):
     p = node.params
-    found = patches(node.src[0].ne[:2] + (1,), b[:, :, None], ((p.s0, p.p0, p.d0), (p.s1, p.p1, p.d1), (1, 0, 1)))
+    found = patches((*node.src[0].ne[:2], 1), b[:, :, None], ((p.s0, p.p0, p.d0), (p.s1, p.p1, p.d1), (1, 0, 1)))
     return np.einsum("nyxck,ock->noyx", found[:, 0, :, :, :, 0].reshape(*found.shape[:1], *found.shape[2:5], -1),
                      a.reshape(*a.shape[:2], -1))  # fmt: skip
 
@@ -171,7 +189,7 @@ def _(node, a, b):
 @CONV_2D_DW.reference
 def _(node, a, b):
     p = node.params
-    found = patches(node.src[0].ne[:2] + (1,), b[:, :, None], ((p.s0, p.p0, p.d0), (p.s1, p.p1, p.d1), (1, 0, 1)))
+    found = patches((*node.src[0].ne[:2], 1), b[:, :, None], ((p.s0, p.p0, p.d0), (p.s1, p.p1, p.d1), (1, 0, 1)))
     return np.einsum("nyxcij,cij->ncyx", found[:, 0, :, :, :, 0], a[:, 0])
 
 
@@ -248,8 +266,8 @@ def make_conv(n_dims: int):
             last = first + group if first + group < n_panels else n_panels
             for p in range(first, last):
                 rest = n_pixels - 16 * p
-                gather(work, base + (p - first) * size, src1, n * image_nb, src1_ne, src1_nb, src0_ne, op_params, 16 * p,
-                       rest if rest < 16 else 16, dst_ne[0], dst_ne[1])  # fmt: skip
+                gather(work, base + (p - first) * size, src1, n * image_nb, src1_ne, src1_nb, src0_ne, op_params,
+                       16 * p, rest if rest < 16 else 16, dst_ne[0], dst_ne[1])  # fmt: skip
             out = memory.address(dst) + n * n_out * dst_nb[channel]
             for c in range(0, n_out, COLUMNS):
                 for p in range(first, last):
@@ -269,7 +287,8 @@ def make_conv_dw(type_name: str):
 
     @kernel
     def conv_dw(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
-        s0, s1, p0, p1 = (np.int64(op_params[0]), np.int64(op_params[1]), np.int64(op_params[2]), np.int64(op_params[3]))
+        s0, s1 = np.int64(op_params[0]), np.int64(op_params[1])
+        p0, p1 = np.int64(op_params[2]), np.int64(op_params[3])
         d0, d1, kw = np.int64(op_params[4]), np.int64(op_params[5]), src0_ne[0]
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
@@ -312,7 +331,8 @@ def make_conv_dw_channels(type_name: str):
     def conv_dw_channels(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
     ):
-        s0, s1, p0, p1 = (np.int64(op_params[0]), np.int64(op_params[1]), np.int64(op_params[2]), np.int64(op_params[3]))
+        s0, s1 = np.int64(op_params[0]), np.int64(op_params[1])
+        p0, p1 = np.int64(op_params[2]), np.int64(op_params[3])
         d0, d1, n = np.int64(op_params[4]), np.int64(op_params[5]), dst_ne[2]
         total = dst_ne[0] * dst_ne[1] * dst_ne[3]
         for pixel in range(total * ith // nth, total * (ith + 1) // nth):
@@ -404,7 +424,7 @@ def _(node, grad, need):
     return _gradients(a, columns, grad, sizes, need, lambda g: ops.im2col_3d_back(g, a, b.ne, *walked))
 
 
-def depthwise_gradients(a: Tensor, b: Tensor, grad: Tensor, walked: Dims, need):
+def depthwise_gradients(a: Tensor, b: Tensor, grad: Tensor, walked: Walked, need):
     """Gradients of a depthwise convolution.
 
     Args:
@@ -426,7 +446,8 @@ def depthwise_gradients(a: Tensor, b: Tensor, grad: Tensor, walked: Dims, need):
         da = ops.reshape_4d(ops.repeat_back(each, weights), *a.ne)
     if need[1]:
         spread = ops.out_prod(weights, grad)  # [n_k, n_pixels, c, n]
-        columns = ops.reshape_4d(spread, n_k, *(_image(b, a, walked)), c * n)
+        ow, oh = _image(b, a, walked)
+        columns = ops.reshape_4d(spread, n_k, ow, oh, c * n)
         db = ops.reshape_4d(ops.im2col_back(columns, shape, (w, h, 1, c * n), *walked, True), w, h, c, n)
     return da, db
 

@@ -22,7 +22,9 @@ def conv_1d(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor:
     Args:
         a: f32, f16 or bf16, the kernel [K, IC, OC], contiguous.
         b: f32 or f16, [L, IC, N].
-        s0, p0, d0: stride, padding, dilation.
+        s0: step along dimension 0.
+        p0: padding on both sides of dimension 0.
+        d0: distance of neighbours in the kernel along dimension 0.
 
     Returns:
         f32 [OL, OC, N].
@@ -49,7 +51,9 @@ def conv_1d_dw(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor:
     Args:
         a: f32, f16 or bf16, the kernel [K, 1, C], contiguous.
         b: f32 or f16, [L, C], contiguous.
-        s0, p0, d0: stride, padding, dilation.
+        s0: step along dimension 0.
+        p0: padding on both sides of dimension 0.
+        d0: distance of neighbours in the kernel along dimension 0.
 
     Returns:
         f32 [OL, C, 1].
@@ -73,7 +77,12 @@ def conv_2d(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d
     Args:
         a: f32, f16 or bf16, the kernel [KW, KH, IC, OC], contiguous.
         b: f32 or f16, [W, H, IC, N].
-        s0, s1, p0, p1, d0, d1: strides, paddings, dilations.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
 
     Returns:
         f32 [OW, OH, OC, N].
@@ -103,7 +112,12 @@ def conv_2d_dw(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int
     Args:
         a: f32, f16 or bf16, the kernel [KW, KH, 1, C], contiguous.
         b: f32 or f16, [W, H, C, N], contiguous.
-        s0, s1, p0, p1, d0, d1: strides, paddings, dilations.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
 
     Returns:
         f32 [OW, OH, C, N].
@@ -126,7 +140,15 @@ def conv_3d(a: Tensor, b: Tensor, n_channels: int, s0: int, s1: int, s2: int, p0
         a: f32 or f16, the kernel [KW, KH, KD, OC IC], contiguous.
         b: f32 or f16, [W, H, D, N IC].
         n_channels: IC.
-        s0, s1, s2, p0, p1, p2, d0, d1, d2: strides, paddings, dilations.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        s2: step along dimension 2.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        p2: padding on both sides of dimension 2.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
+        d2: distance of neighbours in the kernel along dimension 2.
 
     Returns:
         f32 [OW, OH, OD, OC N].

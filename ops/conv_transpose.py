@@ -1,7 +1,7 @@
 """Transposed convolutions: each element of the source adds its kernel to the result.
 
-    conv_transpose_1d      dst[l s + k, oc]                = sum over ic, l, k of a[k, oc, ic] b[l, ic]
-    conv_transpose_2d_p0   dst[x s + kx, y s + ky, oc, n]  = sum over ic, x, y, kx, ky of a[kx, ky, oc, ic] b[x, y, ic, n]
+    conv_transpose_1d      dst[l s + k, oc]               += a[k, oc, ic] b[l, ic]
+    conv_transpose_2d_p0   dst[x s + kx, y s + ky, oc, n] += a[kx, ky, oc, ic] b[x, y, ic, n]
 
 A thread makes whole rows of the result. In its scratch the elements of a row lie by phase (i modulo s), so that a tap
 adds to neighbours whatever the stride: 16 multiply-adds at once, in the order (ic, ky, kx). The input stays f32 where
@@ -96,7 +96,7 @@ def conv_transpose_2d_p0(a: Tensor, b: Tensor, stride: int) -> Tensor:
 
 @CONV_TRANSPOSE_1D.reference
 def _(node, a, b):
-    s, (n_in, n_l), n_k = node.params.s0, b.shape[2:], a.shape[3]
+    s, n_l, n_k = node.params.s0, b.shape[3], a.shape[3]
     out = np.zeros((a.shape[2], (n_l - 1) * s + n_k))
     for k in range(n_k):
         out[:, k : k + (n_l - 1) * s + 1 : s] += a[0, :, :, k].T @ b[0, 0]
@@ -228,7 +228,9 @@ def _cases():
                 lambda t, k=kind, s=s: conv_transpose_2d_p0(t(k, 3, 2, 3, 4), t("F32", 19, 4, 4, 2), s)
             )
     CONV_TRANSPOSE_1D.case("views")(
-        lambda t: conv_transpose_1d(permute(t("F32", 3, 4, 2), 0, 2, 1, 3), view_2d(t("F32", 12, 5), 9, 4, 48, 4), 2, 0, 1)
+        lambda t: conv_transpose_1d(
+            permute(t("F32", 3, 4, 2), 0, 2, 1, 3), view_2d(t("F32", 12, 5), 9, 4, 48, 4), 2, 0, 1
+        )
     )
     CONV_TRANSPOSE_1D.case("stride beyond the kernel")(
         lambda t: conv_transpose_1d(t("F32", 2, 3, 2), permute(t("F32", 2, 9), 1, 0, 2, 3), 5, 0, 1)

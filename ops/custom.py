@@ -84,7 +84,7 @@ def _custom(op: Op, where: str, src: tuple[Tensor, ...], function: _Function, n_
             type, ne = like.type, like.ne
         assert type is not None and ne is not None
         node = new_node(op, type, ne, src, params)
-    node.context.keep(function)
+    node.context.kept[id(function)] = function
     return node
 
 
@@ -133,7 +133,10 @@ def custom_4d(type: Type, ne0: int, ne1: int, ne2: int, ne3: int, args: Sequence
 
     Args:
         type: of the result.
-        ne0, ne1, ne2, ne3: its sizes.
+        ne0: size of dimension 0.
+        ne1: size of dimension 1.
+        ne2: size of dimension 2.
+        ne3: size of dimension 3.
         args: the sources.
         fun: (dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, ..., ith, nth).
         n_tasks: at most so many threads call it; -1: all.
@@ -175,7 +178,9 @@ def _function(node: Tensor) -> _Function:
 def _reference(node, *sources):
     reference = _function(node).reference
     if reference is None:
-        raise NotImplementedError(f"{node.op.name}: a reference must be given with the function, got none ('{node.name}')")
+        raise NotImplementedError(
+            f"{node.op.name}: a reference must be given with the function, got none ('{node.name}')"
+        )
     return reference(node, *sources)
 
 
@@ -286,9 +291,12 @@ def _cases():
     )
     CUSTOM.case("another type and shape")(
         lambda t: custom_4d(
-            types.I32, 7, 1, 1, 1, [t("F32", 40, 7)], _count,
+            types.I32,
+            *(7, 1, 1, 1),
+            [t("F32", 40, 7)],
+            _count,
             reference=lambda node, a: (a > 0).sum(-1).reshape(1, 1, 1, -1),
-        )  # fmt: skip
+        )
     )
     CUSTOM.case("in place")(
         lambda t: custom_inplace(t("F32", 33, 5), [t("F32", 33, 5)], _mix, reference=lambda node, a, b: a + b / 2)

@@ -42,8 +42,8 @@ FIRST = 8  # of the 24 mixing values; those before are dsv4_hc_pre's and dsv4_hc
 def dsv4_hc_comb(mixes: Tensor, scale: Tensor, base: Tensor, eps: float, n_iter: int) -> Tensor:
     """Mixing matrices of hyper-connections, nearly doubly stochastic.
 
-    z = mixes[8:] scale[2] + base[8:] as 4 x 4; softmax of rows, + eps; columns divided by their sums + eps; then n_iter - 1
-    times rows and columns.
+    z = mixes[8:] scale[2] + base[8:] as 4 x 4; softmax of rows, + eps; columns divided by their sums + eps; then
+    n_iter - 1 times rows and columns.
 
     Args:
         mixes: f32 [24, n_tokens], rows contiguous.
@@ -66,8 +66,8 @@ def dsv4_hc_comb(mixes: Tensor, scale: Tensor, base: Tensor, eps: float, n_iter:
         require_type("dsv4_hc_comb", name, t, types.F32)
         require("dsv4_hc_comb", t.is_contiguous_rows, f"rows of {name} must be contiguous", t)
     fits = mixes.ne[0] == n and mixes.ne[2] == mixes.ne[3] == 1 and scale.ne == (3, 1, 1, 1) and base.ne == (n, 1, 1, 1)
-    require("dsv4_hc_comb", fits, f"mixes must have ne [{n}, n_tokens] (4 streams), scale [3] and base [{n}]", mixes, scale,
-            base)  # fmt: skip
+    require("dsv4_hc_comb", fits, f"mixes must have ne [{n}, n_tokens] (4 streams), scale [3] and base [{n}]",
+            mixes, scale, base)  # fmt: skip
     require("dsv4_hc_comb", n_iter > 0, f"n_iter ({n_iter}) must be positive for mixes", mixes)
     return new_node(DSV4_HC_COMB, types.F32, (STREAMS, STREAMS, mixes.ne[1], 1), (mixes, scale, base), (eps, n_iter))
 
@@ -141,7 +141,8 @@ def dsv4_hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None 
     n, streams, tokens, _ = residual.ne
     fits = x.ne == (n, tokens, 1, 1) and residual.ne[3] == 1 and post.ne == (streams, tokens, 1, 1)
     fits = fits and (comb is None or comb.ne == (streams, streams, tokens, 1))
-    require("dsv4_hc_post", fits, "x, post and comb must fit residual [n, n_streams, n_tokens]", x, post, comb, residual)
+    require("dsv4_hc_post", fits, "x, post and comb must fit residual [n, n_streams, n_tokens]",
+            x, post, comb, residual)  # fmt: skip
     for name, t in {"x": x, "residual": residual, "post": post, "comb": comb}.items():
         if t is not None:
             require_type("dsv4_hc_post", name, t, types.F32)
@@ -227,8 +228,9 @@ def softmax_rows(dst, to, mixes, at, scale, base):
 
 @kernel
 def dsv4_hc_comb_f32(
-    dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work, ith, nth
-):
+    dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
+    ith, nth,
+):  # fmt: skip
     """The result's place is the scratch."""
     eps, n_iter, scale = memory.f32_from_bits(op_params[0]), np.int64(op_params[1]), memory.load_f32(src1, 8)
     for t in range(dst_ne[2] * ith // nth, dst_ne[2] * (ith + 1) // nth):
@@ -336,9 +338,17 @@ def make_hc_post(mixes: bool):
 
 
 DSV4_HC_PRE.kernel(lambda node: make_hc_pre(bool(node.params.gated)))
-DSV4_HC_PRE.flops(lambda node: 2 * node.src[0].nelements)
 DSV4_HC_POST.kernel(lambda node: make_hc_post(node.src[3] is not None))
-DSV4_HC_POST.flops(lambda node: 2 * node.nelements * (1 + node.ne[1] * (node.src[3] is not None)))
+
+
+@DSV4_HC_PRE.flops
+def _(node):
+    return 2 * node.src[0].nelements
+
+
+@DSV4_HC_POST.flops
+def _(node):
+    return 2 * node.nelements * (1 + node.ne[1] * (node.src[3] is not None))
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -399,9 +409,12 @@ def _cases():
         )
         DSV4_HC_COMB_BACK.case(f"{n_iter} iterations")(
             lambda t, n=n_iter: new_node(
-                DSV4_HC_COMB_BACK, types.F32, (16, 5, 1, 1),
-                (t("F32", 24, 5), t("F32", 3), t("F32", 24), t("F32", 4, 4, 5)), (1e-2, n),
-            )  # fmt: skip
+                DSV4_HC_COMB_BACK,
+                types.F32,
+                (16, 5, 1, 1),
+                (t("F32", 24, 5), t("F32", 3), t("F32", 24), t("F32", 4, 4, 5)),
+                (1e-2, n),
+            )
         )
     DSV4_HC_COMB.case("rows with gaps")(
         lambda t: dsv4_hc_comb(view_2d(t("F32", 27, 3), 24, 3, 108, 8), t("F32", 3), t("F32", 24), 1e-6, 3)
@@ -420,9 +433,11 @@ def _cases():
     )
     DSV4_HC_POST.case("permuted")(
         lambda t: dsv4_hc_post(
-            transpose(t("F32", 3, 37)), permute(t("F32", 4, 37, 3), 1, 0, 2, 3), transpose(t("F32", 3, 4)),
+            transpose(t("F32", 3, 37)),
+            permute(t("F32", 4, 37, 3), 1, 0, 2, 3),
+            transpose(t("F32", 3, 4)),
             permute(t("F32", 4, 4, 3), 1, 0, 2, 3),
-        )  # fmt: skip
+        )
     )
 
 

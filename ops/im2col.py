@@ -43,8 +43,8 @@ FLOATS = (types.F32, types.F16, types.BF16)
 
 def conv_size(where: str, a: Tensor, b: Tensor, n: int, k: int, s: int, p: int, d: int) -> int:
     """Places of a kernel of k elements along n elements of the image b."""
-    require(where, s > 0 and d > 0 and p >= 0, f"strides and dilations must be positive, paddings not negative (got {s}, "
-            f"{d}, {p}) for a and b", a, b)  # fmt: skip
+    given = f"strides and dilations must be positive, paddings not negative (got {s}, {d}, {p}) for a and b"
+    require(where, s > 0 and d > 0 and p >= 0, given, a, b)
     size = (n + 2 * p - d * (k - 1) - 1) // s + 1
     require(where, size > 0, f"b with padding {p} must be as large as the kernel a with dilation {d}", a, b)
     return size
@@ -57,9 +57,12 @@ def im2col(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d1
     Args:
         a: the kernel, used for its shape: [KW, KH, IC, OC], or [KW, IC, OC].
         b: f32 or f16, the image, any strides: [W, H, IC, N], or [W, IC, N].
-        s0, s1: strides.
-        p0, p1: padding on both sides.
-        d0, d1: dilations.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
         is_2D: planes; else rows, and s1, p1, d1 do not matter.
         type: of the result, F32 or F16.
 
@@ -86,7 +89,9 @@ def im2col(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d1
 def _check_types(where: str, b: Tensor, type: Type) -> None:
     require_type(where, "b", b, types.F32, types.F16)
     if type not in (types.F32, types.F16) or (b.type is types.F16 and type is not types.F16):
-        raise TypeError(f"{where}: the result must be F32 or F16, and F16 for an F16 image, got {type.name} ('{b.name}')")
+        raise TypeError(
+            f"{where}: the result must be F32 or F16, and F16 for an F16 image, got {type.name} ('{b.name}')"
+        )
 
 
 def im2col_back(a: Tensor, b: Tensor, ne: Dims, s0: int, s1: int, p0: int, p1: int, d0: int, d1: int,
@@ -97,7 +102,13 @@ def im2col_back(a: Tensor, b: Tensor, ne: Dims, s0: int, s1: int, p0: int, p1: i
         a: f32, the gradient of im2col's result, any strides.
         b: the kernel, used for its shape.
         ne: shape of the image, up to 4 sizes.
-        s0, s1, p0, p1, d0, d1, is_2D: as for im2col.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
+        is_2D: planes; else rows.
 
     Returns:
         f32 of shape `ne`.
@@ -130,9 +141,15 @@ def im2col_3d(a: Tensor, b: Tensor, n_channels: int, s0: int, s1: int, s2: int, 
         a: the kernel, used for its shape: [KW, KH, KD, OC IC].
         b: f32 or f16, the volume, any strides: [W, H, D, N IC].
         n_channels: IC.
-        s0, s1, s2: strides.
-        p0, p1, p2: padding on both sides.
-        d0, d1, d2: dilations.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        s2: step along dimension 2.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        p2: padding on both sides of dimension 2.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
+        d2: distance of neighbours in the kernel along dimension 2.
         type: of the result, F32 or F16.
 
     Returns:
@@ -164,7 +181,16 @@ def im2col_3d_back(a: Tensor, b: Tensor, ne: Dims, n_channels: int, s0: int, s1:
         a: f32, the gradient of im2col_3d's result, any strides.
         b: the kernel, used for its shape.
         ne: shape of the volume.
-        n_channels, s0, s1, s2, p0, p1, p2, d0, d1, d2: as for im2col_3d.
+        n_channels: channels of the volume.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        s2: step along dimension 2.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
+        p2: padding on both sides of dimension 2.
+        d0: distance of neighbours in the kernel along dimension 0.
+        d1: distance of neighbours in the kernel along dimension 1.
+        d2: distance of neighbours in the kernel along dimension 2.
 
     Returns:
         f32 of shape `ne`.
@@ -225,7 +251,8 @@ def _walk(node):
 def patches(kernel_ne, image, ksp):
     """Patches of [N, C, D, H, W] under a kernel (KW, KH, KD): [N, OD, OH, OW, C, KD, KH, KW]; 0 outside."""
     padded = np.pad(image, ((0, 0), (0, 0), *(((p, p)) for _, p, _ in ksp[::-1])))
-    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, (s, _, d) in zip(padded.shape[:1:-1], kernel_ne, ksp, strict=True)]
+    each = zip(padded.shape[:1:-1], kernel_ne, ksp, strict=True)
+    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, (s, _, d) in each]
     out = np.zeros((image.shape[0], *sizes[::-1], image.shape[1], *kernel_ne[::-1]), image.dtype)
     for k in np.ndindex(*kernel_ne[::-1]):
         cut = [slice(i * d, i * d + (n - 1) * s + 1, s) for i, n, (s, _, d) in zip(k[::-1], sizes, ksp, strict=True)]
@@ -360,7 +387,7 @@ def make_im2col_back(n_dims: int):
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
     ):
         s0, s1, s2, p0, p1, p2, d0, d1, d2 = read_walk(op_params)
-        _, depth, n_channels, _, _, _, _ = read_layout(dst_ne, dst_nb, np.int64(op_params[9]))
+        _, _, n_channels, _, _, _, _ = read_layout(dst_ne, dst_nb, np.int64(op_params[9]))
         kw, kh, kd = src1_ne[0], src1_ne[1] if n_dims > 1 else 1, src1_ne[2] if n_dims > 2 else 1
         oh, od = src0_ne[2] if n_dims > 1 else 1, src0_ne[3] * n_channels // dst_ne[3] if n_dims > 2 else 1
         first, last = rows.whole(dst_ne, ith, nth)
@@ -427,7 +454,6 @@ for _op in (IM2COL, IM2COL_3D):
     _op.kernel(_select)
 for _op in (IM2COL_BACK, IM2COL_3D_BACK):
     _op.kernel(_select_back)
-    _op.flops(lambda node: node.src[0].nelements)
 
 
 @COL2IM_1D.kernel
@@ -435,9 +461,12 @@ def _(node):
     return make_col2im_1d(node.type.name)
 
 
-@COL2IM_1D.flops
-def _(node):
+def _flops(node):
     return node.src[0].nelements
+
+
+for _op in (IM2COL_BACK, IM2COL_3D_BACK, COL2IM_1D):
+    _op.flops(_flops)
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -496,7 +525,9 @@ def _cases():
     IM2COL_3D.case("volume")(lambda t: im2col_3d(t("F32", 2, 3, 2, 4), t("F32", 7, 6, 5, 4), *volume))
     IM2COL_3D.case("volume to f16")(lambda t: im2col_3d(t("F16", 2, 3, 2, 4), t("F32", 7, 6, 5, 4), *volume, f16))
     IM2COL_3D.case("permuted")(
-        lambda t: im2col_3d(t("F32", 2, 2, 2, 2), permute(t("F32", 4, 9, 3, 2), 1, 0, 2, 3), 1, *(1,) * 3, *(0,) * 3, *(1,) * 3)
+        lambda t: im2col_3d(
+            t("F32", 2, 2, 2, 2), permute(t("F32", 4, 9, 3, 2), 1, 0, 2, 3), 1, *(1,) * 3, *(0,) * 3, *(1,) * 3
+        )
     )
     IM2COL_3D_BACK.case("volume")(
         lambda t: im2col_3d_back(t("F32", 24, 4, 2, 12), t("F32", 2, 3, 2, 4), (7, 6, 5, 4), *volume)

@@ -54,7 +54,8 @@ def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Te
     for name, t in (("q", q), ("weights", weights)):
         require_type(where, name, t, types.F32)
     require_type(where, "mask", mask, types.F16)
-    require(where, k.ne[0] == n and k.ne[1] == 1 and k.ne[3] == streams, "k must have ne [n, 1, n_kv, n_streams] of q", k, q)
+    like_q = k.ne[0] == n and k.ne[1] == 1 and k.ne[3] == streams
+    require(where, like_q, "k must have ne [n, 1, n_kv, n_streams] of q", k, q)
     require(where, weights.ne == (heads, tokens, 1, streams), "weights must have a value for each head and token of q",
             weights, q)  # fmt: skip
     masks = mask.ne[:3] == (k.ne[2], tokens, 1) and mask.ne[3] > 0 and streams % mask.ne[3] == 0
@@ -108,8 +109,14 @@ def _(node):
     return None if decode is None else make_lightning_indexer(decode)
 
 
-LIGHTNING_INDEXER.work_size(lambda node, nth: 4 * node.src[0].ne[0] * nth)
-LIGHTNING_INDEXER.flops(lambda node: 2 * node.nelements * node.src[0].ne[0] * node.src[0].ne[1])
+@LIGHTNING_INDEXER.work_size
+def _(node, nth):
+    return 4 * node.src[0].ne[0] * nth
+
+
+@LIGHTNING_INDEXER.flops
+def _(node):
+    return 2 * node.nelements * node.src[0].ne[0] * node.src[0].ne[1]
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
@@ -148,9 +155,11 @@ def _cases():
         )
     LIGHTNING_INDEXER.case("masked, permuted")(
         lambda t: lightning_indexer(
-            permute(t("F32", 40, 3, 4), 0, 2, 1, 3), t("F32", 40, 1, 5), transpose(t("F32", 3, 4)),
+            permute(t("F32", 40, 3, 4), 0, 2, 1, 3),
+            t("F32", 40, 1, 5),
+            transpose(t("F32", 3, 4)),
             t.array(np.where(t.rng.random((1, 1, 3, 5)) < 0.5, -np.inf, 0.5).astype(np.float16)),
-        )  # fmt: skip
+        )
     )
 
 

@@ -24,7 +24,6 @@ from ggjit.op import Op
 from ggjit.ops.copy import make_copy_runs
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.mul_mat import sum_groups
-from ggjit.ops.mul_mat import sum_groups
 from ggjit.tensor import Tensor, new_node
 
 convert = lazy_module("ggjit.ops.lib.convert")
@@ -95,7 +94,8 @@ def solve_tri(a: Tensor, b: Tensor, left: bool, lower: bool, uni: bool) -> Tenso
     require_type("solve_tri", "b", b, types.F32)
     if not left or not lower or uni:
         raise NotImplementedError(
-            f"solve_tri: left and lower must be True and uni False, got {left}, {lower} and {uni} ('{a.name}', '{b.name}')"
+            f"solve_tri: left and lower must be True and uni False, got {left}, {lower} and {uni} "
+            f"('{a.name}', '{b.name}')"
         )
     return new_node(SOLVE_TRI, types.F32, b.ne, (a, b))
 

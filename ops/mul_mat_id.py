@@ -25,8 +25,8 @@ import functools
 
 import numpy as np
 
-from ggjit import ops, types
-from ggjit.autodiff import refuse, unbroadcast
+from ggjit import types
+from ggjit.autodiff import as_f32, refuse, unbroadcast
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.lib.checks import require, require_type
@@ -133,8 +133,8 @@ def make_one_token(type_name: str, packed: bool):
                 if packed:
                     rows = memory.address(src0) + (expert * n_panels + p) * size
                 else:
-                    pack(src0, expert * src0_nb[2] + 16 * p * src0_nb[1], src0_nb[1], n_rows if n_rows < 16 else 16, work,
-                         scratch, src0_ne[0])  # fmt: skip
+                    first_row, count = expert * src0_nb[2] + 16 * p * src0_nb[1], n_rows if n_rows < 16 else 16
+                    pack(src0, first_row, src0_nb[1], count, work, scratch, src0_ne[0])
                     rows = memory.address(work) + scratch
                 y = memory.address(src1) + u % src1_ne[1] * src1_nb[1]
                 tile(rows, y, 0, memory.address(dst) + u * dst_nb[1] + 64 * p, 0, n_units, n_rows, 1, 0)
@@ -204,10 +204,11 @@ def make_routed(type_name: str, packed: bool):
     unit, nbytes, pack, next_chunk = w.unit, w.nbytes, w.pack, kernels.next_chunk
     one, few = tile_of(type_name, 1), tile_of(type_name, COLUMNS)
     unpacks, limit = type_name not in float_panel.UNITS, kernels.FEW
-    ready = kernels.prepared(type_name, packed) if unpacks else None
-    convert_panel, many, many_columns, u_nbytes, n_scale = (
-        (ready.convert, ready.tile, ready.columns, ready.nbytes, ready.n_scale) if unpacks else (None, few, COLUMNS, 0, 1)
-    )
+    convert_panel, many, many_columns, u_nbytes, n_scale = None, few, COLUMNS, 0, 1
+    if unpacks:
+        ready = kernels.prepared(type_name, packed)
+        convert_panel, many, many_columns = ready.convert, ready.tile, ready.columns
+        u_nbytes, n_scale = ready.nbytes, ready.n_scale
 
     @kernel(counter=True)
     def mul_mat_id_routed(
@@ -216,7 +217,8 @@ def make_routed(type_name: str, packed: bool):
     ):  # fmt: skip
         n_units, n_panels, n_experts = (src0_ne[0] + unit - 1) // unit, (src0_ne[1] + 15) // 16, src0_ne[2]
         n_used, n_active = np.int64(op_params[0]), np.int64(memory.load_i32(src2, 0))
-        size, total, starts, pairs = n_units * nbytes, n_panels * n_active, 4 * (1 + n_experts), 4 * (HEAD + 2 * n_experts)
+        size, total = n_units * nbytes, n_panels * n_active
+        starts, pairs = 4 * (1 + n_experts), 4 * (HEAD + 2 * n_experts)
         slot = (size + 63) // 64 * 64 + (n_units * u_nbytes + 63) // 64 * 64
         result = COUNTER_LINE + ith * (TILE + slot)
         scratch = result + TILE
@@ -232,8 +234,8 @@ def make_routed(type_name: str, packed: bool):
                 if packed:
                     rows = memory.address(src0) + (expert * n_panels + p) * size
                 else:
-                    pack(src0, expert * src0_nb[2] + 16 * p * src0_nb[1], src0_nb[1], n_rows if n_rows < 16 else 16, work,
-                         scratch, src0_ne[0])  # fmt: skip
+                    first_row, count = expert * src0_nb[2] + 16 * p * src0_nb[1], n_rows if n_rows < 16 else 16
+                    pack(src0, first_row, src0_nb[1], count, work, scratch, src0_ne[0])
                     rows = memory.address(work) + scratch
                 is_many = unpacks and last - first > limit
                 if unpacks and last - first > limit:
@@ -308,8 +310,9 @@ def _(node):
 
 @kernel
 def mul_mat_id_back_f32(
-    dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work, ith, nth
-):
+    dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
+    ith, nth,
+):  # fmt: skip
     """Gradient of the experts from b, ids and the gradient: a row of an expert is a unit."""
     total = dst_ne[1] * dst_ne[2]
     for row in range(total * ith // nth, total * (ith + 1) // nth):
@@ -324,7 +327,11 @@ def mul_mat_id_back_f32(
 
 
 MUL_MAT_ID_BACK.kernel(lambda node: mul_mat_id_back_f32)
-MUL_MAT_ID_BACK.flops(lambda node: 2 * node.src[2].nelements * node.ne[0])
+
+
+@MUL_MAT_ID_BACK.flops
+def _(node):
+    return 2 * node.src[2].nelements * node.ne[0]
 
 
 @MUL_MAT_ID.backward
@@ -332,7 +339,7 @@ def _(node, grad, need):
     a, b, ids = node.src
     da = db = None
     if need[0]:
-        da = new_node(MUL_MAT_ID_BACK, types.F32, a.ne, (b if b.type is types.F32 else ops.cast(b, types.F32), ids, grad))
+        da = new_node(MUL_MAT_ID_BACK, types.F32, a.ne, (as_f32(b), ids, grad))
     if need[1]:
         if is_packed(a):
             refuse(node, "weights must lie in rows to be transposed, got a panel buffer")
@@ -360,20 +367,25 @@ def _cases():
     case("one expert of many", "F32", 32, 5, 40, 1, 1, 3)
     MUL_MAT_ID.case("permuted")(
         lambda t: mul_mat_id(
-            permute(t("F32", 48, 3, 4), 0, 2, 1, 3), permute(t("F32", 48, 3, 2), 0, 2, 1, 3), t.ints("I32", 2, 3, high=3)
+            permute(t("F32", 48, 3, 4), 0, 2, 1, 3),
+            permute(t("F32", 48, 3, 2), 0, 2, 1, 3),
+            t.ints("I32", 2, 3, high=3),
         )
     )
     MUL_MAT_ID.case("views")(
         lambda t: mul_mat_id(
-            view_3d(t("F16", 50, 6, 4), 48, 5, 3, 100, 600, 100), t("F32", 48, 2, 4),
+            view_3d(t("F16", 50, 6, 4), 48, 5, 3, 100, 600, 100),
+            t("F32", 48, 2, 4),
             permute(t.ints("I32", 4, 2, high=3), 1, 0, 2, 3),
-        )  # fmt: skip
+        )
     )
     MUL_MAT_ID_BACK.case("tokens")(
         lambda t: new_node(
-            MUL_MAT_ID_BACK, types.F32, (37, 5, 4, 1),
+            MUL_MAT_ID_BACK,
+            types.F32,
+            (37, 5, 4, 1),
             (t("F32", 37, 2, 9), t.ints("I32", 4, 9, high=4), t("F32", 5, 4, 9)),
-        )  # fmt: skip
+        )
     )
 
 

@@ -81,9 +81,12 @@ def pool_2d(a: Tensor, op: int, k0: int, k1: int, s0: int, s1: int, p0: float, p
     Args:
         a: f32 or f16 [ne0, ne1, ne2, ne3], any strides.
         op: 0 the maximum, 1 the sum divided by k0 k1.
-        k0, k1: elements of a window along dimensions 0 and 1.
-        s0, s1: elements from window to window.
-        p0, p1: padding on both sides, whole numbers (ggml takes floats).
+        k0: elements of a window along dimension 0.
+        k1: elements of a window along dimension 1.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
 
     Returns:
         f32 [(ne0 + 2 p0 - k0) / s0 + 1, (ne1 + 2 p1 - k1) / s1 + 1, ne2, ne3].
@@ -107,7 +110,13 @@ def pool_2d_back(a: Tensor, af: Tensor, op: int, k0: int, k1: int, s0: int, s1: 
     Args:
         a: f32, the gradient of the result.
         af: f32 or f16, the source of pool_2d.
-        op, k0, k1, s0, s1, p0, p1: as for pool_2d.
+        op: 0 the maximum, 1 the sum divided by k0 k1.
+        k0: elements of a window along dimension 0.
+        k1: elements of a window along dimension 1.
+        s0: step along dimension 0.
+        s1: step along dimension 1.
+        p0: padding on both sides of dimension 0.
+        p1: padding on both sides of dimension 1.
 
     Returns:
         f32, the shape of `af`.
@@ -120,7 +129,8 @@ def pool_2d_back(a: Tensor, af: Tensor, op: int, k0: int, k1: int, s0: int, s1: 
     """
     _check_pool("pool_2d_back", af, op)
     require_type("pool_2d_back", "a", a, types.F32)
-    sizes = [_size("pool_2d_back", af, n, *ksp) for n, *ksp in ((af.ne[0], k0, s0, int(p0)), (af.ne[1], k1, s1, int(p1)))]
+    along = ((af.ne[0], k0, s0, int(p0)), (af.ne[1], k1, s1, int(p1)))
+    sizes = [_size("pool_2d_back", af, *nksp) for nksp in along]
     require("pool_2d_back", a.ne == (*sizes, *af.ne[2:]), f"a must have ne {[*sizes, *af.ne[2:]]}", a, af)
     return new_node(POOL_2D_BACK, types.F32, af.ne, (a, af), (op, k0, k1, s0, s1, int(p0), int(p1)))
 
@@ -238,7 +248,8 @@ def make_pool_2d_back(type_name: str, is_max: bool):
     def pool_2d_back_planes(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
     ):
-        k0, k1, s0, s1 = (np.int64(op_params[1]), np.int64(op_params[2]), np.int64(op_params[3]), np.int64(op_params[4]))
+        k0, k1 = np.int64(op_params[1]), np.int64(op_params[2])
+        s0, s1 = np.int64(op_params[3]), np.int64(op_params[4])
         p0, p1 = np.int64(op_params[5]), np.int64(op_params[6])
         n_planes = dst_ne[2] * dst_ne[3]
         share = np.float32(k0 * k1)

@@ -41,9 +41,12 @@ def recurrence_back(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor | None
     """Gradients of a linear recurrence.
 
     Args:
-        r, w, k: f32 [n_keys, n_heads, n_tokens, n_seqs], contiguous, as are all others.
-        v: f32 [n_values, n_heads, n_tokens, n_seqs].
-        a, b: as k, or both None.
+        r: f32 [n_keys, n_heads, n_tokens, n_seqs], contiguous, as are all others: what reads the state.
+        w: as r: the decay of each key.
+        k: as r: the keys.
+        v: f32 [n_values, n_heads, n_tokens, n_seqs]: the values.
+        a: as k: what reads the state that b writes again; None if there is no such term.
+        b: as k, or None.
         s: f32 [n_keys, n_values, n_heads, n_seqs], the first states.
         grad: of the outputs, the shape of v.
         grad_s: f32 [n_keys, n_values, n_heads, n_slots n_seqs], of the states after the last token, the one before ...
@@ -74,16 +77,13 @@ def recurrence_back(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor | None
 
 @RECURRENCE_BACK.reference
 def _(node, r, w, k, v, s, grad, grad_s, a=None, b=None):
-    seqs, tokens = k.shape[:2]
-    zero = np.zeros_like(k)
+    tokens, zero = k.shape[1], np.zeros_like(k)
     a, b = (zero if x is None else x for x in (a, b))
     states, cs = [s], []  # [seqs, heads, values, keys]
     for t in range(tokens):
         cs.append(np.einsum("shvk,shk->shv", states[-1], a[:, t]))
         states.append(
-            states[-1] * w[:, t, :, None]
-            + cs[-1][..., None] * b[:, t, :, None]
-            + v[:, t][..., None] * k[:, t, :, None]
+            states[-1] * w[:, t, :, None] + cs[-1][..., None] * b[:, t, :, None] + v[:, t][..., None] * k[:, t, :, None]
         )
     g, out = np.zeros_like(s), {n: np.zeros_like(k) for n in "rwkab"} | {"v": np.zeros_like(v)}
     slots = grad_s.reshape(-1, *s.shape)
@@ -156,7 +156,8 @@ def make_recurrence_back(mixes: bool, before: bool):
     ):  # fmt: skip
         n, heads, tokens, seqs = src2_ne[0], src2_ne[1], src2_ne[2], src2_ne[3]
         values = src3_ne[0]
-        keyed, valued, states = 4 * n * heads * tokens * seqs, 4 * values * heads * tokens * seqs, 4 * n * values * heads * seqs
+        keyed, valued = 4 * n * heads * tokens * seqs, 4 * values * heads * tokens * seqs
+        states = 4 * n * values * heads * seqs
         dr, dw, dk, dv = 0, keyed, 2 * keyed, 3 * keyed
         ds, da, db = dv + valued, dv + valued + states, dv + valued + states + keyed
         n_slots, row = src6_ne[3] // seqs, 4 * n

@@ -67,7 +67,10 @@ def rwkv_wkv6(k: Tensor, v: Tensor, r: Tensor, tf: Tensor, td: Tensor, state: Te
     """The recurrence of RWKV 6.
 
     Args:
-        k, v, r, td: f32 [n, n_heads, n_tokens], contiguous; the tokens of a sequence follow each other.
+        k: f32 [n, n_heads, n_tokens], contiguous; the tokens of a sequence follow each other.
+        v: as k: the values.
+        r: as k: what reads the state.
+        td: as k: the decay of each key.
         tf: f32 [n, n_heads]: weight of the present token.
         state: f32 [n n n_heads, n_seqs]: keys x values of each head.
 
@@ -91,7 +94,10 @@ def gated_linear_attn(k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor,
     """Linear attention whose state decays by a gate.
 
     Args:
-        k, v, q, g: f32 [n, n_heads, n_tokens], contiguous; the tokens of a sequence follow each other.
+        k: f32 [n, n_heads, n_tokens], contiguous; the tokens of a sequence follow each other.
+        v: as k: the values.
+        q: as k: the queries.
+        g: as k: the decay of each key.
         state: f32 [n n n_heads, n_seqs]: keys x values of each head.
         scale: of the outputs.
 
@@ -112,7 +118,12 @@ def rwkv_wkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
     """The recurrence of RWKV 7.
 
     Args:
-        r, w, k, v, a, b: f32 [n, n_heads, n_tokens], contiguous; the tokens of a sequence follow each other.
+        r: f32 [n, n_heads, n_tokens], contiguous; the tokens of a sequence follow each other.
+        w: as r: the decay of each key.
+        k: as r: the keys.
+        v: as r: the values.
+        a: as r: what reads the state that b writes again.
+        b: as r.
         state: f32 [n n n_heads, n_seqs]: values x keys of each head.
 
     Returns:
@@ -128,11 +139,14 @@ def rwkv_wkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
     return _with_states(RWKV_WKV7, k, (r, w, k, v, a, b, state), state)
 
 
-def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, n_slots: int = 1) -> Tensor:
+def gated_delta_net(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, n_slots: int = 1
+) -> Tensor:
     """The gated delta rule.
 
     Args:
-        q, k: f32 [n, n_key_heads, n_tokens, n_seqs], rows contiguous; head h of v uses head h % n_key_heads.
+        q: f32 [n, n_key_heads, n_tokens, n_seqs], rows contiguous; head h of v uses head h % n_key_heads.
+        k: as q.
         v: f32 [n, n_heads, n_tokens, n_seqs], rows contiguous.
         g: f32 [1 or n, n_heads, n_tokens, n_seqs], contiguous: logarithm of the decay of a state, or of each key.
         beta: f32 [1, n_heads, n_tokens, n_seqs], contiguous: how much of the error is corrected.
@@ -354,15 +368,26 @@ def make_gated_delta_net(by_key: bool):
 RWKV_WKV6.kernel(lambda node: rwkv_wkv6_f32)
 GATED_LINEAR_ATTN.kernel(lambda node: gated_linear_attn_f32)
 RWKV_WKV7.kernel(lambda node: rwkv_wkv7_f32)
-GATED_DELTA_NET.kernel(lambda node: make_gated_delta_net(node.src[3].ne[0] > 1))
-for _op, _count in ((RWKV_WKV6, 6), (GATED_LINEAR_ATTN, 5), (RWKV_WKV7, 10), (GATED_DELTA_NET, 9)):
-    _op.flops(lambda node, count=_count: count * node.src[2].nelements * node.src[2].ne[0])
+
+
+@GATED_DELTA_NET.kernel
+def _(node):
+    return make_gated_delta_net(node.src[3].ne[0] > 1)
+
+
+def _flops(node):
+    each = {RWKV_WKV6: 6, GATED_LINEAR_ATTN: 5, RWKV_WKV7: 10, GATED_DELTA_NET: 9}[node.op]
+    return each * node.src[2].nelements * node.src[2].ne[0]
+
+
+for _op in (RWKV_WKV6, GATED_LINEAR_ATTN, RWKV_WKV7, GATED_DELTA_NET):
+    _op.flops(_flops)
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def split(node: Tensor, grad: Tensor, like: Tensor, n_seqs: int) -> tuple[Tensor, Tensor]:
+def split(node: Tensor, grad: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of outputs, in the shape of `like`, and of states [n, n, n_heads, n_slots n_seqs]."""
     n, heads = like.ne[:2]
     outputs = like.nelements
@@ -386,7 +411,7 @@ def _by_sequence(t: Tensor, n_seqs: int) -> Tensor:
 def _(node, grad, need):
     k, v, r, tf, td, state = node.src
     seqs, (n, heads) = state.ne[1], k.ne[:2]
-    go, gs = split(node, grad, k, seqs)
+    go, gs = split(node, grad, k)
     s = _turned(ops.reshape_4d(state, n, n, heads, seqs))
     by = [_by_sequence(t, seqs) for t in (r, td, k, v)]
     found = recurrence_back(*by, None, None, s, _by_sequence(go, seqs), _turned(gs), before=True)
@@ -405,7 +430,7 @@ def _(node, grad, need):
 def _(node, grad, need):
     k, v, q, g, state = node.src
     seqs, (n, heads), scale = state.ne[1], k.ne[:2], node.params.scale
-    go, gs = split(node, grad, k, seqs)
+    go, gs = split(node, grad, k)
     s = _turned(ops.reshape_4d(state, n, n, heads, seqs))
     by = [_by_sequence(t, seqs) for t in (ops.scale(q, scale), g, k, v)]
     found = recurrence_back(*by, None, None, s, _by_sequence(go, seqs), _turned(gs))
@@ -417,7 +442,7 @@ def _(node, grad, need):
 def _(node, grad, need):
     r, w, k, v, a, b, state = node.src
     seqs, (n, heads) = state.ne[1], k.ne[:2]
-    go, gs = split(node, grad, k, seqs)
+    go, gs = split(node, grad, k)
     by = [_by_sequence(t, seqs) for t in (r, w, k, v, a, b)]
     found = recurrence_back(*by, ops.reshape_4d(state, n, n, heads, seqs), _by_sequence(go, seqs), gs)
     return *(ops.reshape(found[name], k) for name in "rwkvab"), ops.reshape(found["s"], state)
@@ -427,8 +452,8 @@ def _(node, grad, need):
 def _(node, grad, need):
     """The recurrence with a = -diag(w) k, b = beta k, beta k for k, w = exp(g) and q / sqrt(n) for r."""
     q, k, v, g, beta, state = node.src
-    n, heads, tokens, seqs = v.ne
-    go, gs = split(node, grad, v, seqs)
+    n, heads, _, seqs = v.ne
+    go, gs = split(node, grad, v)
     keys, r = (ops.repeat_4d(as_contiguous(t), *v.ne) for t in (k, ops.scale(as_contiguous(q), n**-0.5)))
     w, bk = ops.repeat_4d(ops.exp(g), *v.ne), ops.mul(keys, beta)
     a = ops.neg(ops.mul(keys, w))
@@ -466,9 +491,14 @@ def _cases():
         )
         RWKV_WKV7.case(name)(
             lambda t, ne=ne, s=state: rwkv_wkv7(
-                t("F32", *ne), t("F32", *ne, low=0), t("F32", *ne), t("F32", *ne), t("F32", *ne, low=-0.1, high=0.1),
-                t("F32", *ne), t("F32", *s),
-            )  # fmt: skip
+                t("F32", *ne),
+                t("F32", *ne, low=0),
+                t("F32", *ne),
+                t("F32", *ne),
+                t("F32", *ne, low=-0.1, high=0.1),
+                t("F32", *ne),
+                t("F32", *s),
+            )
         )
 
     def delta(name, n, key_heads, heads, tokens, seqs, by_key=False, n_slots=1, gap=0):

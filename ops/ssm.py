@@ -58,14 +58,16 @@ def ssm_conv(sx: Tensor, c: Tensor) -> Tensor:
     require_type("ssm_conv", "sx", sx, types.F32)
     require_type("ssm_conv", "c", c, types.F32)
     fits = sx.ne[1] == c.ne[1] and sx.ne[3] == c.ne[2] == c.ne[3] == 1 and sx.ne[0] >= c.ne[0]
-    require("ssm_conv", fits, "sx must have 3 dimensions, c 2, sx.ne[1] equal c.ne[1] and sx.ne[0] not be below c.ne[0]",
+    require("ssm_conv", fits, "sx must have 3 dimensions, c 2, sx.ne[1] equal c.ne[1], sx.ne[0] not be below c.ne[0]",
             sx, c)  # fmt: skip
     if sx.nb[0] != 4 or sx.nb[1] != 4 * sx.ne[0]:
         raise ValueError(f"ssm_conv: rows of sx must be packed, got ne {list(sx.ne)}, nb {list(sx.nb)} ('{sx.name}')")
     return new_node(SSM_CONV, types.F32, (sx.ne[1], sx.ne[0] - c.ne[0] + 1, sx.ne[2], 1), (sx, c))
 
 
-def ssm_scan(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, ids: Tensor, n_slots: int = 1) -> Tensor:
+def ssm_scan(
+    s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, ids: Tensor, n_slots: int = 1
+) -> Tensor:
     """Selective scan.
 
     Args:
@@ -73,10 +75,11 @@ def ssm_scan(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, 
         x: f32 [head_dim, n_heads, n_tokens, n_seqs], rows contiguous.
         dt: f32 [n_heads, n_tokens, n_seqs], rows contiguous; softplus is applied here.
         A: f32 [d_state or 1, n_heads], contiguous.
-        B, C: f32 [d_state, n_groups, n_tokens, n_seqs], rows contiguous; n_groups divides n_heads.
+        B: f32 [d_state, n_groups, n_tokens, n_seqs], rows contiguous; n_groups divides n_heads.
+        C: as B.
         ids: i32 [n_seqs]: the row of `s` that each sequence begins with.
-        n_slots: how many of the last states the result holds, the last one first; 1 unless A has one value a head. Those
-            of before the first token are zeros (ggml leaves them unwritten).
+        n_slots: how many of the last states the result holds, the last one first; 1 unless A has one value a head.
+            Those of before the first token are zeros (ggml leaves them unwritten).
 
     Returns:
         f32, one dimension: y as x, then the states [d_state, head_dim, n_heads, n_seqs, n_slots].
@@ -119,7 +122,7 @@ def _(node, sx, c):
 
 @SSM_SCAN.reference
 def _(node, s, x, dt, a, b, c, ids):
-    seqs, tokens, heads, _ = x.shape
+    _, tokens, heads, _ = x.shape
     group = np.arange(heads) // (heads // b.shape[2])
     h, y, states = s[ids[0, 0, 0]], np.zeros(x.shape), []
     for t in range(tokens):
@@ -169,20 +172,22 @@ def make_ssm_scan(by_state: bool):
             id = np.int64(memory.load_i32(src6, 4 * seq))
             if id < 0 or id >= src0_ne[3]:
                 return seq << 4 | IDS
-            h, old = outputs + 4 * unit * n, 4 * ((id * heads + head) * dim + j) * n
+            h, stored = outputs + 4 * unit * n, 4 * ((id * heads + head) * dim + j) * n
             for i in range(0, n, 16):
-                vec.store_first(dst, h + 4 * i, vec.load_first(src0, old + 4 * i, n - i), n - i)
+                vec.store_first(dst, h + 4 * i, vec.load_first(src0, stored + 4 * i, n - i), n - i)
             for t in range(tokens):
                 step = memory.load_f32(src2, 4 * head + t * src2_nb[1] + seq * src2_nb[2])
                 d = activations.softplus(vec.splat(step))
-                x = vec.lane(d, 0) * memory.load_f32(src1, 4 * j + head * src1_nb[1] + t * src1_nb[2] + seq * src1_nb[3])
+                at = 4 * j + head * src1_nb[1] + t * src1_nb[2] + seq * src1_nb[3]
+                x = vec.lane(d, 0) * memory.load_f32(src1, at)
                 b = head // per_group * src4_nb[1] + t * src4_nb[2] + seq * src4_nb[3]
                 c = head // per_group * src5_nb[1] + t * src5_nb[2] + seq * src5_nb[3]
                 decay = vec.exp(d * memory.load_f32(src3, 4 * head))
                 for i in range(0, n, 16):
                     if by_state:
                         decay = vec.exp(d * vec.load_first(src3, 4 * (head * n + i), n - i))
-                    new = vec.fma(vec.load_first(src4, b + 4 * i, n - i), x, vec.load_first(dst, h + 4 * i, n - i) * decay)
+                    old = vec.load_first(dst, h + 4 * i, n - i) * decay
+                    new = vec.fma(vec.load_first(src4, b + 4 * i, n - i), x, old)
                     vec.store_first(dst, h + 4 * i, new, n - i)
                 at = 4 * (((seq * tokens + t) * heads + head) * dim + j)
                 memory.store_f32(dst, at, dot(dst, h, src5, c, n))
@@ -199,9 +204,21 @@ def make_ssm_scan(by_state: bool):
 
 
 SSM_CONV.kernel(lambda node: ssm_conv_f32)
-SSM_CONV.flops(lambda node: 2 * node.nelements * node.src[1].ne[0])
-SSM_SCAN.kernel(lambda node: make_ssm_scan(node.src[3].ne[0] > 1))
-SSM_SCAN.flops(lambda node: 5 * node.src[1].nelements * node.src[0].ne[0])
+
+
+@SSM_CONV.flops
+def _(node):
+    return 2 * node.nelements * node.src[1].ne[0]
+
+
+@SSM_SCAN.kernel
+def _(node):
+    return make_ssm_scan(node.src[3].ne[0] > 1)
+
+
+@SSM_SCAN.flops
+def _(node):
+    return 5 * node.src[1].nelements * node.src[0].ne[0]
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -284,10 +301,9 @@ def _cases():
                 return view_4d(whole, ne0, ne1, tokens, seqs, *whole.nb[1:], 4 * gap) if gap else whole
 
             ids = t.array(np.arange(seqs + 1, 1, -1).astype(np.int32))
-            return ssm_scan(
-                t("F32", n, dim, heads, seqs + 2), rows_of(dim, heads), t("F32", heads, tokens, seqs, low=-3, high=3),
-                t("F32", n if by_state else 1, heads, low=-2, high=0), rows_of(n, groups), rows_of(n, groups), ids, n_slots,
-            )  # fmt: skip
+            s, dt = t("F32", n, dim, heads, seqs + 2), t("F32", heads, tokens, seqs, low=-3, high=3)
+            a = t("F32", n if by_state else 1, heads, low=-2, high=0)
+            return ssm_scan(s, rows_of(dim, heads), dt, a, rows_of(n, groups), rows_of(n, groups), ids, n_slots)
 
     scan("Mamba 1", 16, 1, 8, 1, 4, 2, by_state=True)
     scan("Mamba 2", 16, 4, 6, 2, 5, 1)

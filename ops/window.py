@@ -271,8 +271,9 @@ def get_rel_pos_back_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params,
 
 @kernel
 def add_rel_pos_f32(
-    dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work, ith, nth
-):
+    dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
+    ith, nth,
+):  # fmt: skip
     """Rows of a, pw and ph belong together; all are contiguous."""
     kw, kh = src1_ne[0], src2_ne[0]
     n_rows = dst_ne[1] * dst_ne[2]
