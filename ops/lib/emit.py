@@ -286,6 +286,10 @@ class Emit:
             return self.halves_to_f32([self.splat(self.load(address, offset, I16))] * self.parts)
         return [self.splat(self.b.fpext(self.load(address, offset, F16), F32))] * self.parts
 
+    def splat_u8(self, address, offset=0):
+        """One byte of memory as i32 in 16 lanes."""
+        return [self.splat(self.b.zext(self.load(address, offset, I8), I32))] * self.parts
+
     def splat_i8_as_f32(self, address, offset=0):
         """One int8 of memory as f32 in 16 lanes."""
         return [self.splat(self.b.sitofp(self.load(address, offset, I8), F32))] * self.parts
@@ -317,6 +321,11 @@ class Emit:
     def i32_const(self, v):
         """16 equal i32."""
         return [ir.Constant(vector(I32, self.lanes), [v] * self.lanes)] * self.parts
+
+    def i32_lanes(self, values):
+        """16 i32 of a list."""
+        n = self.lanes
+        return [ir.Constant(vector(I32, n), list(values[n * p : n * (p + 1)])) for p in range(self.parts)]
 
     # ---- f32 ------------------------------------------------------------------------------------------------------
 
@@ -407,6 +416,14 @@ class Emit:
     def sar_i32(self, x, n):
         """i32 shifted right, the sign in; left if n is negative."""
         return self.map(self.b.ashr, x, self.i32_const(n)) if n > 0 else self.shl_i32(x, -n)
+
+    def shr_lanes(self, x, first):
+        """i32 of lane i shifted right by first + i (below 32), zeros in."""
+        places = [
+            ir.Constant(vector(I32, self.lanes), [first + p * self.lanes + i for i in range(self.lanes)])
+            for p in range(self.parts)
+        ]
+        return self.map(self.b.lshr, x, places)
 
     def and_i32(self, x, n):
         """i32 masked by a constant."""

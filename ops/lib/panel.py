@@ -339,31 +339,39 @@ def check_panel(type_name):
         raise ValueError(f"check_panel: runs of {type_name} must be as its panel says, got {given}, {len(found)} runs")
 
 
-# ---- packing
-# -----------------------------------------------------------------------------------------------------------
+# ---- packing -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def pack_panel(type_name):
     """Jitted (src, src_offs, src_row_stride, n_rows, dst, dst_offs, k): rows of file blocks to one panel.
 
-    Rows that are missing (n_rows < 16) become zeros. k is the number of weights in a row.
+    Rows that are missing (n_rows < 16) become zeros, and so do file blocks that the last panel block lacks. k is the
+    number of weights in a row.
     """
     t = types.by_name(type_name)
     p = t.quant.panel
     pack_block, size, nbytes = p.pack_block, t.blck_size, p.nbytes
     file_nbytes, per = t.type_size, p.blck_size // t.blck_size
-    if per != 1:
-        raise NotImplementedError(f"pack_panel: a panel block must be one file block, got {per} of {type_name}")
+    place = pack_block if per > 1 else _only_part(pack_block)
 
     @jitted
     def pack(src, src_offs, src_row_stride, n_rows, dst, dst_offs, k):
-        for i in range(k // size):
-            to = dst_offs + i * nbytes
-            if n_rows < 16:
+        n = k // size
+        for i in range(n):
+            to, part = dst_offs + i // per * nbytes, i % per
+            if part == 0 and (n_rows < 16 or i + per > n):
                 for j in range(0, nbytes, 4):
                     memory.store_u32(dst, to + j, 0)
             for r in range(n_rows):
-                pack_block(src, src_offs + r * src_row_stride + i * file_nbytes, dst, to, r)
+                place(src, src_offs + r * src_row_stride + i * file_nbytes, dst, to, r, part)
 
     return pack
+
+
+def _only_part(pack_block):
+    @jitted(inline="always")
+    def place(src, src_offs, dst, dst_offs, row, part):
+        pack_block(src, src_offs, dst, dst_offs, row)
+
+    return place

@@ -11,7 +11,8 @@ act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
 | 24..27 | -128 * sum of all codes, i32 |
 | 32..63 | codes rint(x / d), int8 in -127..127 |
 
-Rows of records are an odd number of lines apart, so that several columns do not meet in the same cache sets.
+Rows are filled up with records of zeros to a multiple of 256 values, since a panel block may be longer than the blocks
+of its type. They are an odd number of lines apart, so that several columns do not meet in the same cache sets.
 
 act_f32, act_f16 and act_bf16: the values as f32; as f32 rounded to f16 (as ggml does for f16 weights);
 or as bf16 with K padded to even by a zero.
@@ -37,6 +38,7 @@ LOADS = {"F32": "load_f32", "F16": "load_f16", "BF16": "load_bf16"}
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 BLOCKS = {"Q8_0": (32, 34), "Q8_1": (32, 36), "Q8_K": (256, 292)}  # values and bytes of ggml's own int8 forms
 CODES_AT = {"Q8_0": 2, "Q8_1": 4, "Q8_K": 4}  # offset of their codes
+WHOLE = 256  # values that rows of records are filled up to
 CHUNK = 1024  # values that a thread takes at least in a conversion
 
 
@@ -115,7 +117,7 @@ def _copy_blocks(type_name):
 
 def q8_row_nbytes(k):
     """Bytes from row to row of act_q8 records."""
-    return ACT * (k // 32 | 1)
+    return ACT * (-(-k // WHOLE) * (WHOLE // 32) | 1)
 
 
 @functools.cache
@@ -136,6 +138,7 @@ def quantize_kernel(type_name):
         total = per_row * src0_ne[1] * src0_ne[2] * src0_ne[3]
         at, end = total * ith // nth, total * (ith + 1) // nth
         source, target = memory.address(src0), memory.address(dst)
+        filled = (src0_ne[0] + WHOLE - 1) // WHOLE * (2 * WHOLE)
         while at < end:
             row, first = at // per_row, at % per_row
             n = end - at if end - at < per_row - first else per_row - first
@@ -143,6 +146,9 @@ def quantize_kernel(type_name):
             offs = i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3] + first * unit_nbytes
             convert(source + offs, target + row * dst_nb[1] + first * (unit * 2), n)
             at += n
+            if first + n == per_row:
+                for i in range(src0_ne[0] * 2, filled, 8):
+                    memory.store_i64(dst, row * dst_nb[1] + i, 0)
 
     return act_q8
 

@@ -55,10 +55,12 @@ class Panel:
     """How 16 rows of a type are packed, and how a panel block becomes operands.
 
     Attributes:
-        blck_size: weights along K in a panel block.
+        blck_size: weights along K in a panel block, a multiple of the type's block and at most 256.
         nbytes: bytes of a panel block (16 rows).
         limit: largest value of an operand byte, its factor divided out.
-        pack_block: jitted (src, src_offs, dst, dst_offs, row): a file block to its places in a panel block.
+        pack_block: jitted (src, src_offs, dst, dst_offs, row): a file block to its places in a panel block; where a
+            panel block holds several, the number of the file block is the last argument. A panel block of zeros
+            must have scales of zero.
         runs: emit function (e, w, step) -> list of runs, each a list of one or two `Part`; w is the block's address.
         steps: the block is read in that many equal steps; `step` is then an i64 value, else the int 0.
         parts: parts in a run.
@@ -83,19 +85,23 @@ class Quant:
 
     Attributes:
         type: the type.
-        quantize: f32 [rows, n] -> uint8 [rows, row_size], in NumPy; the same bytes as ggml's quantizer without weights.
+        quantize: (x, imatrix=None), f32 [rows, n] -> uint8 [rows, row_size], in NumPy. Without importance matrix the
+            bytes are ggml's unless it searches. imatrix: f32 [n], weights of the columns' errors; types without a
+            search take no notice of it.
         dequantize: uint8 [rows, row_size] -> f32 [rows, n], in NumPy; bit for bit as ggml.
         quantize_row: jitted (src, src_offs, dst, dst_offs, n): n f32 to blocks.
         dequantize_row: jitted (src, src_offs, dst, dst_offs, n): blocks to n f32.
         panel: how matrix products read it.
+        searches: quantize has a search of its own, whose error is no larger than ggml's.
     """
 
     type: Type
-    quantize: Callable[[Floats], Bytes]
+    quantize: Callable[..., Bytes]
     dequantize: Callable[[Bytes], Floats]
     quantize_row: Jitted
     dequantize_row: Jitted
     panel: Panel
+    searches: bool = False
 
 
 def register(quant: Quant) -> Quant:
@@ -167,3 +173,9 @@ def round_away(x: Floats) -> Floats:
 def clamp(v, low, high):
     """Limit v to [low, high]; NaN gives low."""
     return high if v > high else (v if v > low else low)
+
+
+@jitted
+def nearest(v):
+    """Nearest integer of a float of magnitude below 2^22, ties to even."""
+    return v + np.float32(12582912.0) - np.float32(12582912.0)

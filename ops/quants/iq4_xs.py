@@ -1,0 +1,193 @@
+"""IQ4_XS: 256 weights in 136 bytes, 4.25 bits a weight; weight = d * (scale - 32) * CURVE[q], a scale for each 32.
+
+| bytes | content |
+|---|---|
+| 0..1 | d, f16 |
+| 2..3 | top 2 bits of the scales: scale r in bits 2 r and 2 r + 1 of the 16 |
+| 4..7 | low 4 bits of the scales: scale r in byte 4 + r / 2, the low half for even r |
+| 8..135 | q, 4 bits: 16 bytes a run of 32, byte k has weight k in the low and weight k + 16 in the high half |
+
+Panel block (2176 bytes): 16 d f16 | 2 x (3 planes of scales, 4 runs of 4 operands): planes 0 to 2 have the scales of runs
+0 to 2 in bits 0..5 and that of run 3 in their top bits; operands as in Q4_0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggjit import types
+from ggjit.jit import jitted, lazy_module
+from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.quants import curve
+from ggjit.ops.quants.curve import curve_error, fit_curve, reciprocal
+from ggjit.ops.quants.lookup import CURVE, curve_code, load_entries, nibble_values
+from ggjit.ops.quants.nibbles import join_nibbles, split_nibbles
+from ggjit.ops.quants.quant import (
+    Bytes,
+    Floats,
+    Panel,
+    Part,
+    Quant,
+    clamp,
+    f16_bytes,
+    from_bytes,
+    largest,
+    load_f16,
+    nearest,
+    register,
+    to_blocks,
+)  # fmt: skip
+
+memory = lazy_module("ggjit.ops.lib.memory")
+TYPE = types.by_name("IQ4_XS")
+SIZE, NBYTES = 256, 136
+assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 4 + 128)
+NEAR = (-1, 0, 1)  # scales that are tried around the nearest
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows.
+
+    Each run is fitted by itself; d is the scale of largest magnitude / -32, and scales are those of least weighted
+    squared error among the neighbours of the nearest.
+
+    Args:
+        x: f32 [rows, n].
+        imatrix: f32 [n], mean squares of the activations, or None.
+    """
+    x = to_blocks(x, SIZE)
+    rows, n = x.shape[:2]
+    w = curve.weights_of(x, imatrix)
+    columns, w = (np.moveaxis(v.reshape(rows, n, 8, 32), 3, 0).reshape(32, -1) for v in (x, w))
+    fitted = curve.fit(columns, w).reshape(rows, n, 8)
+    d = f16_bytes(largest(fitted) / np.float32(-32))
+    unit = load_f16(d)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.where(unit != 0, fitted * (np.float32(1) / unit), np.float32(0))
+    middle = np.rint(np.clip(ratio, -32, 31))
+    best, scales = np.full(rows * n * 8, np.inf, np.float32), np.zeros(rows * n * 8, np.float32)
+    for step in NEAR:
+        scale = np.clip(middle + np.float32(step), -32, 31)
+        error = curve.error(columns, w, (unit * scale).reshape(-1))
+        scales = np.where(error < best, scale.reshape(-1), scales)
+        best = np.where(error < best, error, best)
+    scales = scales.reshape(rows, n, 8)
+    q = join_nibbles(curve.code(x.reshape(rows, n, 8, 32), (unit * scales)[..., None])).reshape(rows, n, 128)
+    code = (scales + 32).astype(np.uint8)
+    low, high = code[..., 0::2] & 15 | (code[..., 1::2] & 15) << 4, code.reshape(rows, n, 2, 4) >> 4
+    high = (high << np.array([0, 2, 4, 6], np.uint8)).sum(3, dtype=np.uint8)
+    return np.concatenate([d, high, low, q], 2).reshape(rows, -1)
+
+
+def dequantize(b: Bytes) -> Floats:
+    """Values of rows of blocks."""
+    b = from_bytes(b, NBYTES)
+    rows, n = b.shape[:2]
+    low = np.stack([b[..., 4:8] & 15, b[..., 4:8] >> 4], 3).reshape(rows, n, 8)
+    high = (b[..., 2:4, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(rows, n, 8)
+    step = load_f16(b[..., :2]) * ((low | high << 4).astype(np.float32) - 32)
+    q = split_nibbles(b[..., 8:].reshape(rows, n, 8, 16))
+    return (step[..., None] * curve.VALUES[q]).reshape(rows, -1)
+
+
+@jitted
+def best_scale(src, x, d, fitted):
+    """Scale + 32 of 32 f32: of the neighbours of fitted / d the one of least error."""
+    middle = nearest(clamp(fitted * reciprocal(d), np.float32(-32), np.float32(31)))
+    best, found = np.float32(np.inf), np.float32(0)
+    for step in NEAR:
+        scale = clamp(middle + np.float32(step), np.float32(-32), np.float32(31))
+        error = curve_error(src, x, d * scale)
+        if error < best:
+            best, found = error, scale
+    return found
+
+
+@jitted
+def quantize_row(src, src_offs, dst, dst_offs, n):
+    """Quantize n f32 to blocks, as `quantize` without an importance matrix; runs are fitted twice, to keep nothing."""
+    for i in range(n // 256):
+        x, y = src_offs + 1024 * i, dst_offs + 136 * i
+        top = np.float32(0)
+        for r in range(8):
+            fitted = fit_curve(src, x + 128 * r)
+            top = fitted if abs(fitted) > abs(top) else top
+        memory.store_f16(dst, y, top / np.float32(-32))
+        d = memory.load_f16(dst, y)
+        for j in range(2, 8):
+            memory.store_u8(dst, y + j, 0)
+        for r in range(8):
+            scale = best_scale(src, x + 128 * r, d, fit_curve(src, x + 128 * r))
+            store_run(src, x + 128 * r, dst, y, r, d * scale, np.int64(scale) + 32)
+
+
+@jitted
+def store_run(src, x, dst, y, r, step, scale):
+    """Write run r of a block, whose scales held zeros."""
+    to_code = reciprocal(step)
+    high, low = y + 2 + r // 4, y + 4 + r // 2
+    memory.store_u8(dst, high, memory.load_u8(dst, high) | scale >> 4 << 2 * (r % 4))
+    memory.store_u8(dst, low, memory.load_u8(dst, low) | (scale & 15) << 4 * (r % 2))
+    for j in range(16):
+        a, b = memory.load_f32(src, x + 4 * j), memory.load_f32(src, x + 64 + 4 * j)
+        memory.store_u8(dst, y + 8 + 16 * r + j, curve_code(a * to_code) | curve_code(b * to_code) << 4)
+
+
+@emitted("src dst n")
+def dequantize_blocks(e, src, dst, n):
+    """Values of n blocks."""
+
+    def body(i):
+        x, y = e.add(src, e.mul(i, NBYTES)), e.add(dst, e.mul(i, 4 * SIZE))
+        d = e.splat_f16(x)
+        for r in range(8):
+            low = e.and_i32(e.shr_i32(e.splat_u8(x, 4 + r // 2), 4 * (r % 2)), 15)
+            high = e.and_i32(e.shr_i32(e.splat_u8(x, 2 + r // 4), 2 * (r % 4)), 3)
+            scale = e.fsub(e.to_f32(e.or_(low, e.shl_i32(high, 4))), e.f32_const(32.0))
+            step = e.fmul(d, scale)
+            for half, q in enumerate(nibble_values(e, x, 8 + 16 * r, CURVE)):
+                e.store(y, e.fmul(q, step), 128 * r + 64 * half)
+        return []
+
+    e.loop(n, [], body)
+
+
+@jitted
+def dequantize_row(src, src_offs, dst, dst_offs, n):
+    """Values of blocks, n f32."""
+    dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
+
+
+@jitted
+def pack_block(src, src_offs, dst, dst_offs, row):
+    """A block of a row to its places in a panel block."""
+    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
+    for half in range(2):
+        to = dst_offs + 32 + 1072 * half
+        high = memory.load_u8(src, src_offs + 2 + half)
+        fourth = memory.load_u8(src, src_offs + 5 + 2 * half) >> 4 | high >> 6 << 4
+        for r in range(3):
+            low = memory.load_u8(src, src_offs + 4 + 2 * half + r // 2) >> 4 * (r % 2) & 15
+            scale = low | (high >> 2 * r & 3) << 4 | (fourth >> 2 * r & 3) << 6
+            memory.store_u8(dst, to + 16 * r + row, scale)
+        for g in range(16):
+            q = memory.load_u32(src, src_offs + 8 + 64 * half + 4 * g)
+            memory.store_u32(dst, to + 48 + 64 * g + 4 * row, q)
+
+
+def runs(e, w, step):
+    """Four runs of a panel block."""
+    d, w = e.load_f16(w), e.add(w, e.add(e.mul(step, 1072), 32))
+    planes = [e.load_u8_as_i32(w, 16 * r) for r in range(3)]
+    scales = [e.and_i32(p, 63) for p in planes]
+    tops = [e.shl_i32(e.shr_i32(p, 6), 2 * r) for r, p in enumerate(planes)]
+    scales.append(e.or_(e.or_(tops[0], tops[1]), tops[2]))
+    out = []
+    for r, scale in enumerate(scales):
+        scale = e.fmul(d, e.fsub(e.to_f32(scale), e.f32_const(32.0)))
+        out.append([Part(load_entries(e, w, 48 + 256 * r, CURVE, 128), scale, 7)])
+    return out
+
+
+PANEL = Panel(256, 2176, 255, pack_block, runs, steps=2, offset_shift=7)
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
