@@ -197,6 +197,8 @@ def run_op(case: Case, threads: Sequence[int]) -> list[Difference]:
 def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
     """Check one quantizer case: NumPy coder and decoder bit for bit, then the compiled ones through a graph.
 
+    A coder that searches (always, or for an importance matrix) may give other bytes of no larger error.
+
     Raises:
         Unsupported: no code for the type is registered.
     """
@@ -206,8 +208,13 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
     arrays, found = case.arrays, []
     exact = case.meta.get("q_exact", True)
     coded = [arrays[name] for name in ("q", "q_cpu") if name in arrays]
+    searches = case.meta["kind"] == "quantize" and kind.quant is not None and kind.quant.searches
     if case.meta["kind"] == "quantize":
-        found += _equal("quantize", _quantize(kind, case), coded, kind, exact)
+        made = _quantize(kind, case)
+        if searches or case.meta["imatrix"]:
+            found += _no_worse("quantize", made, case, kind)
+        else:
+            found += _equal("quantize", made, coded, kind, exact)
     if "y" in arrays:
         found += _equal("dequantize", _values(arrays["q"], kind), [arrays["y"]], types.F32, True)
     for n_threads in threads:
@@ -220,9 +227,11 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
                 True,
             )
         if case.meta["kind"] == "quantize" and not case.meta["imatrix"]:
-            made = _encode_by_graph(arrays["x"], kind, n_threads)
-            if made is not None:
-                found += _equal(f"{n_threads} threads: cpy", made, coded, kind, exact)
+            copied = _encode_by_graph(arrays["x"], kind, n_threads)
+            if copied is not None and searches:
+                found += _no_worse(f"{n_threads} threads: cpy", copied, case, kind)
+            elif copied is not None:
+                found += _equal(f"{n_threads} threads: cpy", copied, coded, kind, exact)
     return found
 
 
@@ -253,6 +262,15 @@ def _equal(what: str, got: Array, allowed: Sequence[Array], kind: Type, exact: b
             return []
     wrong = min(int((got.view(np.uint8) != want.view(np.uint8)).sum()) for want in allowed)
     return [Difference(f"{what}: unequal bytes", wrong, 0)]
+
+
+def _no_worse(what: str, got: Array, case: Case, kind: Type) -> list[Difference]:
+    """Squared error, weighted by the importance matrix if there is one, at most that of the reference."""
+    x = case.arrays["x"].astype(np.float64)
+    weights = case.arrays.get("imatrix", np.ones(x.shape[-1], np.float32)).astype(np.float64)
+    coded = np.ascontiguousarray(got).view(np.uint8).reshape(case.arrays["q"].shape)
+    errors = [float((weights * np.square(_values(q, kind) - x)).sum()) for q in (coded, case.arrays["q"])]
+    return [] if errors[0] <= errors[1] else [Difference(f"{what}: weighted squared error", *errors)]
 
 
 def _decode_by_graph(coded: Array, kind: Type, n_threads: int) -> Array:

@@ -83,6 +83,7 @@ class Emit:
         self.b, self.level = builder, level
         self.portable = level not in BITS
         self.vnni = level == "avx512" or (level == "avx2" and "+avxvnni" in target()[1].split(","))
+        self.vbmi = level == "avx512" and "+avx512vbmi" in target()[1].split(",")
         self.bits = BITS.get(level, 128)
         self.parts = 512 // self.bits
         self.lanes = self.bits // 32
@@ -482,6 +483,11 @@ class Emit:
         name = {512: "llvm.x86.avx512.pshuf.b.512", 256: "llvm.x86.avx2.pshuf.b"}[self.bits]
         t = ir.Constant(vector(I8, self.nbytes), [v & 255 for v in table] * (self.nbytes // 16))
         return self.map(lambda v: self.call(name, v.type, t, v), x)
+
+    def lookup64(self, x, table):
+        """table[x & 63] of 64 bytes (vpermb, where `vbmi` says so)."""
+        t = ir.Constant(vector(I8, 64), [v & 255 for v in table])
+        return self.map(lambda v: self.call("llvm.x86.avx512.permvar.qi.512", v.type, t, v), x)
 
     # ---- dot products ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from ggjit.jit import cpu_level, intrinsic, lazy_module
 ir = lazy_module("llvmlite.ir")
 types = lazy_module("numba.core.types")
 arrayobj = lazy_module("numba.np.arrayobj")
+cgutils = lazy_module("numba.core.cgutils")
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F64": 8, "U8": 1, "U16": 2, "U32": 4}
 
@@ -194,6 +195,23 @@ def address(typingctx, buffer):
         return b.ptrtoint(data, ir.IntType(64))
 
     return types.int64(buffer), codegen
+
+
+@intrinsic
+def local_1k(typingctx):
+    """A buffer of 1024 bytes on the stack of the calling function, not zeroed."""
+    buffer_type = types.Array(types.uint8, 1, "C")
+
+    def codegen(context, b, signature, args):
+        memory = cgutils.alloca_once(b, ir.ArrayType(ir.IntType(8), 1024))
+        memory.align = 16
+        array = arrayobj.make_array(buffer_type)(context, b)
+        size = ir.Constant(ir.IntType(64), 1024)
+        data = b.bitcast(memory, ir.IntType(8).as_pointer())
+        arrayobj.populate_array(array, data, [size], [ir.Constant(ir.IntType(64), 1)], 1, None)
+        return array._getvalue()
+
+    return buffer_type(), codegen
 
 
 @intrinsic

@@ -33,6 +33,7 @@ from ggjit.ops.quants.quant import (
     inverse,
     largest,
     load_f16,
+    nearest,
     register,
     to_blocks,
 )  # fmt: skip
@@ -130,12 +131,6 @@ def best_scale(src, x):
             scale = xq / qq
             best, found = scale * xq, to_code
     return scale, found
-
-
-@jitted
-def nearest(v):
-    """Nearest integer of a float of magnitude below 2^22, ties to even."""
-    return v + np.float32(12582912.0) - np.float32(12582912.0)
 
 
 @jitted

@@ -89,7 +89,7 @@ class Quant:
             bytes are ggml's unless it searches. imatrix: f32 [n], weights of the columns' errors; types without a
             search take no notice of it.
         dequantize: uint8 [rows, row_size] -> f32 [rows, n], in NumPy; bit for bit as ggml.
-        quantize_row: jitted (src, src_offs, dst, dst_offs, n): n f32 to blocks.
+        quantize_row: jitted (src, src_offs, dst, dst_offs, n): n f32 to blocks; None: none while a graph runs.
         dequantize_row: jitted (src, src_offs, dst, dst_offs, n): blocks to n f32.
         panel: how matrix products read it.
         searches: quantize has a search of its own, whose error is no larger than ggml's.
@@ -98,7 +98,7 @@ class Quant:
     type: Type
     quantize: Callable[..., Bytes]
     dequantize: Callable[[Bytes], Floats]
-    quantize_row: Jitted
+    quantize_row: Jitted | None
     dequantize_row: Jitted
     panel: Panel
     searches: bool = False
