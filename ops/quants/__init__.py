@@ -1,6 +1,11 @@
 """Quantized types, one file each; importing this package registers them all."""
 
-from ggjit.ops.quants import q4_0, q4_1, q4_k, q5_0, q6_k, q8_0
+from ggjit.ops.quants import (
+    iq4_nl, iq4_xs, mxfp4, nvfp4, q1_0, q2_0, q4_0, q4_1, q4_k, q5_0, q6_k, q8_0, tq1_0, tq2_0,
+)  # fmt: skip
 from ggjit.ops.quants.quant import Panel, Part, Quant, register
 
-__all__ = ["Panel", "Part", "Quant", "q4_0", "q4_1", "q4_k", "q5_0", "q6_k", "q8_0", "register"]
+__all__ = [
+    "Panel", "Part", "Quant", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "q1_0", "q2_0", "q4_0", "q4_1", "q4_k", "q5_0",
+    "q6_k", "q8_0", "register", "tq1_0", "tq2_0",
+]  # fmt: skip
