@@ -1,12 +1,17 @@
 """ggjit: ggml in Python, compiled by Numba for the very CPU it runs on.
 
-import ggjit as gg
+A graph is defined in a context, built, and computed:
 
-with gg.Context(1 << 20):
-x = gg.new_tensor(gg.F32, 1).set(2.0)
-f = x * x * 3.0 + 4.0
-graph = gg.build(f)
-print(graph.compute().nodes[-1].numpy())  # [16.]
+    import ggjit as gg
+
+    with gg.Context(1 << 20):
+        x = gg.new_tensor(gg.F32, 1).set(2.0)
+        f = x * x * 3.0 + 4.0
+        gg.build(f).compute()
+        print(f.numpy().ravel())  # [16.]
+
+Every op is a function here (`gg.mul_mat`, see `ggjit.ops`), every type a name (`gg.Q4_0`, see `ggjit.types`), and
+`gg.LLM` runs a language model from a GGUF file.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from ggjit.context import Context, tensor_overhead
 from ggjit.errors import GgufError, OutOfArena
 from ggjit.graph import Graph, build, graph_overhead
 from ggjit.op import Op
-from ggjit.tensor import Tensor, from_numpy, new_tensor
+from ggjit.tensor import Tensor, from_numpy, new_node, new_tensor
 from ggjit.types import BF16, F16, F32, F64, I8, I16, I32, I64, Type, row_size
 
 __version__ = "0.1.0"
@@ -58,6 +63,7 @@ __all__ = [
     "graph_overhead",
     "jitted",
     "kernel",
+    "new_node",
     "new_tensor",
     "pull",
     "row_size",
@@ -88,4 +94,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     import importlib
 
-    return sorted({*__all__, *importlib.import_module("ggjit.ops").__all__})
+    ops, types = (importlib.import_module(f"ggjit.{name}") for name in ("ops", "types"))
+    return sorted({*__all__, *ops.__all__, *types.all_names()})

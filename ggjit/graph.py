@@ -218,6 +218,10 @@ class Graph:
                 return t
         raise KeyError(f"get_tensor: the graph must hold a tensor of that name, got '{name}'")
 
+    def __repr__(self) -> str:
+        grads = f", {len(self.grads)} gradients" if self.has_grads else ""
+        return f"Graph({self.n_nodes} nodes, {self.n_leafs} leafs{grads}, size {self.size})"
+
     def print(self) -> None:
         """Print nodes and leafs, a line each."""
         print(f"graph: {self.n_nodes} nodes, {self.n_leafs} leafs")

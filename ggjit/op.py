@@ -5,13 +5,17 @@ work size, lowering, test cases. The engine knows no op by name; it asks the rec
 
     SQR = Op("sqr", id=9, inplace=True)
 
-    def sqr(a): ...                     # the builder: checks, result shape, new_node(SQR, ...)
+    def sqr(a):                         # the builder: checks, and one header with the result's type and shape
+        return new_node(SQR, a.type, a.ne, (a,))
 
     @SQR.reference                      # NumPy float64, the only truth
     def _(node, a): return a * a
 
+    @kernel                             # Numba's language over bytes; the signature is fixed (see ggjit.jit.Kernel)
+    def sqr_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth): ...
+
     @SQR.kernel                         # which CPU kernel computes a node; None: unsupported
-    def _(node): return sqr_f32
+    def _(node): return sqr_f32 if node.type is F32 and node.src[0].is_contiguous else None
 
     @SQR.backward                       # gradients of the sources, built from ops (see ggjit.autodiff)
     def _(node, grad, need): return (scale(mul(grad, node.src[0]), 2.0),)
@@ -56,13 +60,13 @@ class Op:
 
     Args:
         name: ggml's enum in lower case.
-        id: ggml's number, written to tensor records. A user's own op takes None and gets a free number above 1000.
+        id: ggml's number, written to tensor records. A user's own op takes None and gets a free number above 1000;
+            made again under its name (a cell of a notebook that is run again) it takes the place of the former one.
         params: (name, "f32" | "i32" | "i64") for each value of op_params, in order. "i64" takes two words. A name
             that begins with "_" is padding: builders do not give it and it is 0.
         view: the op does nothing at run time; its result is another header on the source's bytes.
         inplace: the planner may put the result where a source of the same layout lies.
         nmse: limit of the tests, sum((want - got)^2) / sum(want^2).
-        sources: names of the sources, for error messages and docs.
         state: positions of sources that the op updates and that `Graph.reset` sets to 0: an optimizer's moments.
     """
 
@@ -71,7 +75,7 @@ class Op:
 
     def __init__(self, name: str, id: int | None = None, *, params: Sequence[tuple[str, str]] = (), view: bool = False,
                  inplace: bool = False, nmse: float = 1e-7, state: Sequence[int] = ()) -> None:  # fmt: skip
-        if name in REGISTRY:
+        if name in REGISTRY and not (id is None and REGISTRY[name].id > 1000):
             raise ValueError(f"Op: name must be new, got {name!r}")
         if id is None:
             id = max(1000, *_BY_ID) + 1

@@ -280,7 +280,7 @@ class Tensor:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _memory(self) -> NDArray[np.uint8]:
-        """The bytes [data, data + nbytes) as a live uint8 array that keeps their owner alive; a copy if not in host memory."""
+        """The bytes [data, data + nbytes) as a live uint8 array that keeps their owner alive; else a copy."""
         address, size = self.data, self.nbytes
         if address == 0:
             raise ValueError(f"Tensor: data must be allocated before it is read or set, got none ('{self.name}')")
@@ -348,14 +348,16 @@ class Tensor:
             array = np.broadcast_to(array, shape)
         except ValueError:
             raise ValueError(
-                f"Tensor.set: values must fit shape {shape} (ne {list(self.ne)} reversed), got {array.shape} ('{self.name}')"
+                f"Tensor.set: values must fit shape {shape} (ne {list(self.ne)} reversed), got {array.shape} "
+                f"('{self.name}')"
             ) from None
         encoded = encode(array, self.type)
         buffer = self.buffer if self.view_src is None else self.view_src.buffer
         if buffer is not None and not buffer.type.is_host:
             if not self.is_contiguous:
                 raise ValueError(
-                    f"Tensor.set: a tensor outside host memory must be contiguous, got nb {list(self.nb)} ('{self.name}')"
+                    f"Tensor.set: a tensor outside host memory must be contiguous, got nb {list(self.nb)} "
+                    f"('{self.name}')"
                 )
             buffer.set_tensor(self, encoded)
             return self
@@ -369,6 +371,8 @@ class Tensor:
 
     # -- operators ---------------------------------------------------------------------------------------------------
 
+    __array_ufunc__ = None  # else `tensor + array` is an array of one node for each element
+
     def __add__(self, other: Tensor | float) -> Tensor:
         return _binary("add", self, other)
 
@@ -377,6 +381,9 @@ class Tensor:
 
     def __sub__(self, other: Tensor | float) -> Tensor:
         return _binary("sub", self, other)
+
+    def __rsub__(self, other: float) -> Tensor:
+        return _binary("add", -self, other)
 
     def __mul__(self, other: Tensor | float) -> Tensor:
         return _binary("mul", self, other)
@@ -460,6 +467,12 @@ def _dims(what: str, ne: Sequence[int]) -> Dims:
     if min(dims) < 0:
         raise ValueError(f"{what}: dimensions must not be negative, got {list(ne)}")
     return dims  # type: ignore[return-value]
+
+
+def _checked(what: str, type: Type) -> Type:
+    if not isinstance(type, Type):
+        raise TypeError(f"{what}: type must be one of ggjit's, such as gg.F32, got {type!r}")
+    return type
 
 
 def new_node(
@@ -554,11 +567,12 @@ def new_tensor(type: Type, *ne: int, name: str = "") -> Tensor:
     Raises:
         RuntimeError: no context is open.
         OutOfArena: the arena is full.
+        TypeError: `type` is no type.
         ValueError: bad sizes.
 
     Source: ggml_new_tensor.
     """
-    t = new_node(NONE, type, _dims("new_tensor", ne))
+    t = new_node(NONE, _checked("new_tensor", type), _dims("new_tensor", ne))
     if name:
         t.name = name
     return t
@@ -577,11 +591,11 @@ def from_numpy(array: ArrayLike, type: Type | None = None, name: str = "") -> Te
         contiguous and of the tensor's type (it is kept alive), else on a converted copy.
 
     Raises:
-        TypeError: no type has the array's dtype.
+        TypeError: no type has the array's dtype, or `type` is no type.
         ValueError: more than 4 axes.
     """
     values = np.asarray(array)
-    own = _types.from_dtype(values.dtype) if type is None else type
+    own = _types.from_dtype(values.dtype) if type is None else _checked("from_numpy", type)
     t = new_node(NONE, own, _dims("from_numpy", values.shape[::-1] or (1,)))
     if name:
         t.name = name

@@ -127,6 +127,7 @@ def test_get_tensor(context: gg.Context) -> None:
 def test_print_and_dot(context: gg.Context, capsys: pytest.CaptureFixture[str]) -> None:
     a = gg.new_tensor(types.F32, 4, 2, name='a"b')
     graph = gg.build(gg.add(gg.transpose(gg.transpose(a)), a).set_name("sum"))
+    assert repr(graph) == "Graph(3 nodes, 1 leafs, size 2048)"
     graph.print()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "graph: 3 nodes, 1 leafs" and len(lines) == 5

@@ -92,9 +92,26 @@ def test_readme_commands_set_up_an_environment():
         assert run.startswith(last)
 
 
-def test_readme_graph_example():
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "gg.Context" in block)
-    assert python(code).split("\n")[0] == re.search(r"print\(y\.numpy\(\)\.ravel\(\)\) +# (.*)", code)[1]
+@pytest.mark.parametrize("example", [b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "gg.Context" in b])
+def test_readme_graph_examples(example, tmp_path):
+    (tmp_path / "example.py").write_text(f"import numpy as np\nimport ggjit as gg\n\n{example}")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import example"
+    assert python(code).rstrip("\n") == re.search(r"    print\(.*\) +# (.*)", example)[1]
+
+
+def test_an_op_of_a_notebook_may_be_made_again():
+    assert python(
+        "import ggjit as gg\n"
+        "first, second = gg.Op('mine'), gg.Op('mine')\n"
+        "from ggjit import op\n"
+        "print(op.by_name('mine') is second, op.by_id(first.id) is first, first.id != second.id)\n"
+        "try: gg.Op('sqr' if gg.sqr else '')\n"
+        "except ValueError as error: print(error)\n"
+    ).splitlines() == ["True True True", "Op: name must be new, got 'sqr'"]
+
+
+def test_names_are_listed_for_completion():
+    assert {"LLM", "Q4_0", "F32", "mul_mat", "new_node"} <= set(dir(gg))
 
 
 def test_wheel_check_finds_missing_files(tmp_path):

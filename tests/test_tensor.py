@@ -323,3 +323,23 @@ def test_repr(context: gg.Context) -> None:
         repr(gg.transpose(a))
         == "Tensor('a (transposed)' F32, ne [2, 3], shape (3, 2), nb [12, 4, 24, 24]) = transpose('a')"
     )
+
+
+def test_operators_with_numbers_and_arrays(context: gg.Context) -> None:
+    a = gg.from_numpy(np.float32([1, 2, 4]))
+    for made, want in (
+        (1 - a, [0, -1, -3]), (a - 1, [0, 1, 3]), (np.float32(2) * a, [2, 4, 8]), (np.float64(2) - a, [1, 0, -2]),
+        (a / 2, [0.5, 1, 2]), (-a, [-1, -2, -4]),
+    ):  # fmt: skip
+        gg.build(made).compute(1)
+        assert made.numpy().ravel().tolist() == want
+    for wrong in (lambda: a + np.ones(3), lambda: np.ones(3) * a, lambda: a - "x", lambda: 1 / a):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_type_must_be_a_type(context: gg.Context) -> None:
+    with pytest.raises(TypeError, match=r"new_tensor: type must be one of ggjit's, such as gg\.F32, got 'F32'"):
+        gg.new_tensor("F32", 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="from_numpy: type must"):
+        gg.from_numpy([1.0], np.float32)  # type: ignore[arg-type]

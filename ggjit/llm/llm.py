@@ -1,8 +1,10 @@
 """LLM: a model, its tokenizer and one conversation, in a few lines.
 
-with gg.LLM("model.gguf") as llm:
-    for piece in llm.generate("The capital of France is", max_tokens=16, temperature=0):
-        print(piece, end="", flush=True)
+    with gg.LLM("model.gguf") as llm:
+        for piece in llm.generate("The capital of France is", max_tokens=16, temperature=0):
+            print(piece, end="", flush=True)
+
+What a prompt shares with the tokens of the call before stays in the cache and is not computed again.
 """
 
 from __future__ import annotations
@@ -332,7 +334,8 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        return f"LLM({self.model!r}, {len(self._ids)} of {self.n_ctx} tokens in the cache)"
+        state = "closed" if self._closed else f"{len(self._ids)} of {self.n_ctx} tokens in the cache"
+        return f"LLM({self.model!r}, {state})"
 
 
 def _overlap(text: str, stop: str) -> int:
