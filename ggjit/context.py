@@ -153,12 +153,19 @@ class Context:
     def reset(self) -> None:
         """Forget all objects and begin again at the arena's start.
 
-        Handles of tensors made before keep the old bytes alive: an own arena gets a fresh block if any handle is left.
+        Tensors made before keep the bytes of an own arena, which gets a fresh block; in given memory they are gone, and
+        touching one is an error.
         """
-        if self.mem_buffer_owned and self.tensors:
-            self.array = aligned_bytes(self.mem_size)
-        else:
+        if not self.mem_buffer_owned:
+            for t in self.tensors.values():
+                t.context = _GONE  # type: ignore[assignment]
             self.array[: self.end] = 0
+        elif self.tensors:
+            former = Context.__new__(Context)
+            former.__dict__.update(self.__dict__)
+            for t in self.tensors.values():
+                t.context = former
+            self.array = aligned_bytes(self.mem_size)
         self._open(self.array)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
@@ -177,6 +184,16 @@ class Context:
     def __repr__(self) -> str:
         kind = ", no_alloc" if self.no_alloc else ""
         return f"Context({self.end} of {self.mem_size} bytes used, {self.n_objects} objects{kind})"
+
+
+class _Gone:
+    """The context of tensors whose bytes are in use for something else."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Tensor: its context must not have been reset, got a tensor from before the reset")
+
+
+_GONE = _Gone()
 
 
 def current(what: str) -> Context:

@@ -137,6 +137,7 @@ class Lowering:
         """Emit the steps of one node of the graph."""
         if node.op.view or node.is_empty:
             return
+        _check_memory(node)
         self.node = node
         node.op.lower_node(self, node)
         if node.view_src is not None:  # it wrote into existing bytes: what was derived from them is stale
@@ -176,6 +177,23 @@ class Lowering:
             s.tensor.data = base + s.offset
         for record, dst in self._copies:
             record.data = dst.data
+
+
+def _check_memory(node: Tensor) -> None:
+    """Kernels go through plain pointers: panels are for ops that know them, a mapped file is not for writing."""
+    for i, t in enumerate((node, *node.src)):
+        root = t if t is None or t.view_src is None else t.view_src
+        buffer = None if root is None else root.buffer
+        if root is not None and buffer is not None and not buffer.type.is_host and i - 1 not in node.op.packed:
+            raise NotImplementedError(
+                f"{node.op.name}: '{root.name}' must lie in host memory, got a {buffer.type.name} buffer ('{node.name}'); "
+                "load with repack=False"
+            )
+    written = node.view_src
+    if written is not None and not written.bytes().flags.writeable:
+        raise ValueError(
+            f"{node.op.name}: the bytes written to must be writable, got read-only memory of '{written.name}' ('{node.name}')"
+        )
 
 
 def _words(values: Sequence[int]) -> bytes:

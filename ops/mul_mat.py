@@ -33,7 +33,7 @@ activations = lazy_module("ggjit.ops.lib.panel_activations")
 
 __all__ = ["mul_mat"]
 
-MUL_MAT = Op("mul_mat", id=29, params=(("prec", "i32"), ("hint", "i32")), nmse=5e-4)
+MUL_MAT = Op("mul_mat", id=29, params=(("prec", "i32"), ("hint", "i32")), nmse=5e-4, packed=(0,))
 FLOATS = (types.F32, types.F16, types.BF16)
 INT8 = tuple(types.by_name(name) for name in ("Q8_0", "Q8_1", "Q8_K"))  # what ggml makes of activations
 

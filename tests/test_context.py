@@ -161,7 +161,30 @@ def test_reset_begins_anew() -> None:
         second = gg.new_tensor(types.F32, 4)
         assert second.offset == offset and second.numpy().sum() == 0
         second.set(1.0)
-    assert first.context is second.context
+    assert first.numpy().ravel().tolist() == [5.0] * 4  # the former block, which lives as long as its tensors
+
+
+def test_a_graph_from_before_a_reset_still_computes() -> None:
+    with gg.Context(1 << 16) as context:
+        x = gg.new_tensor(types.F32, 4).set(1.0)
+        y = gg.mul(x, x)
+        graph = gg.build(y, 8)
+        context.reset()
+        gg.new_tensor(types.I64, 4000).set(0x4141414141414141)  # would be addresses, were the old records read here
+    x.set(3.0)
+    graph.compute(1)
+    assert y.numpy().ravel().tolist() == [9.0] * 4
+
+
+def test_tensors_from_before_a_reset_of_given_memory_are_refused() -> None:
+    with gg.Context(1 << 16, aligned_bytes(1 << 16)) as context:
+        x = gg.new_tensor(types.F32, 4).set(1.0)
+        graph = gg.build(gg.mul(x, x), 8)
+        context.reset()
+        gg.new_tensor(types.I64, 4000).set(0x4141414141414141)
+    for use in (x.numpy, lambda: x.name, lambda: x.set(2.0), lambda: graph.compute(1)):
+        with pytest.raises(RuntimeError, match="from before the reset"):
+            use()
 
 
 def test_reset_clears_given_memory() -> None:

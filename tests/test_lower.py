@@ -5,6 +5,8 @@ import pytest
 
 import ggjit as gg
 from ggjit import ops
+from ggjit.alloc import TensorAllocator
+from ggjit.backends.cpu import PANEL
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.lower import BARRIER, Lowering, lower
 from ggjit.op import Op
@@ -144,3 +146,34 @@ def test_step_times_are_positive():
     times = executable.time()
     assert times.shape == (2,)
     assert (times > 0).all()
+
+
+def test_read_only_memory_is_not_written_to(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(4096))
+    mapped = np.memmap(tmp_path / "file", np.float32, "r")  # a write would end the process
+    frozen = np.zeros(1024, np.float32)
+    frozen.flags.writeable = False
+    with gg.Context(1 << 20, no_alloc=True):
+        for array in (mapped, frozen):
+            target = gg.from_numpy(array.reshape(16, 64), name="weights")
+            rows, ids = gg.from_numpy(np.ones((1, 64), np.float32)), gg.from_numpy(np.int64([3]))
+            for node in (
+                ops.set_rows(target, rows, ids),
+                ops.cpy(rows, ops.view_2d(target, 64, 1, target.nb[1], 0)),
+            ):
+                with pytest.raises(ValueError, match=r"bytes written to must be writable, got read-only .*'weights'"):
+                    gg.build(node, 16).compute(1)
+            assert not array.any()
+
+
+def test_packed_weights_are_read_by_products_alone():
+    with gg.Context(1 << 20, no_alloc=True) as context:
+        w, x = (gg.new_tensor(gg.F32, 32, n, name=name) for n, name in ((32, "w"), (2, "x")))
+    buffer = PANEL.new_buffer(PANEL.padded_size(w))
+    TensorAllocator(buffer).alloc(w)
+    w.set(np.arange(1024).reshape(32, 32))
+    with context:
+        gg.build(ops.mul_mat(w, x), 16).compute(1)
+        for node in (ops.add(w, w), ops.get_rows(w, gg.from_numpy(np.int32([1]))), ops.mul_mat(x, w), ops.cpy(w, w)):
+            with pytest.raises(NotImplementedError, match="'w' must lie in host memory, got a panel buffer"):
+                gg.build(node, 16).compute(1)
