@@ -54,6 +54,20 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"ggjit {__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "low"),
+    [
+        ("run x -p y -n -1", 1), ("run x -p y -t 0", 1), ("run x -p y --top-k 1.5", 0), ("bench llm x -r 0", 1),
+        ("bench llm x -p 1,a", 0), ("bench llm x -n -1", 0), ("warmup x -t two", 1), ("info --limits -t 1,0", 1),
+    ],
+)  # fmt: skip
+def test_numbers_are_checked(capsys, words, low):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words.split())
+    assert stop.value.code == 2
+    assert f"must be a whole number of at least {low}, got " in capsys.readouterr().err
+
+
 def test_unknown_command():
     with pytest.raises(SystemExit) as stop:
         cli.main(["nonsense"])

@@ -14,9 +14,9 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-__all__ = ["COMMANDS", "EXTRAS", "main"]
+__all__ = ["COMMANDS", "EXTRAS", "at_least", "main", "numbers"]
 
 COMMANDS = {
     "run": "generate text with a model, or chat with it",
@@ -39,6 +39,27 @@ EXTRAS = {
 
 # What users and files can cause; anything else is a bug and shows its traceback.
 EXPECTED = (ValueError, NotImplementedError, OSError, MemoryError, IndexError)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """A type of arguments: a whole number not below `low`."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, got {text!r}")
+        return value
+
+    return number
+
+
+def numbers(low: int) -> Callable[[str], list[int]]:
+    """A type of arguments: whole numbers not below `low`, separated by commas."""
+    number = at_least(low)
+    return lambda text: [number(word) for word in text.split(",")]
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

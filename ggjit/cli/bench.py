@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggjit import op as _op
+from ggjit.cli import at_least, numbers
 
 if TYPE_CHECKING:
     from ggjit.limits import Meter
@@ -57,23 +58,19 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench`."""
     parsers = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    llm = parsers.add_parser("llm", help="prefill and generation of a model")
+    text = "prefill and generation of a model"
+    llm = parsers.add_parser("llm", help=text, description=f"Measure {text}; 0 for a length leaves that out.")
     llm.add_argument("model", metavar="MODEL", help="a GGUF file, or a name that `ggjit pull` knows")
-    llm.add_argument("-p", "--n-prompt", type=_numbers, default=[512], metavar="N,..", help="prefill lengths (512)")
-    llm.add_argument("-n", "--n-gen", type=_numbers, default=[128], metavar="N,..", help="generation lengths (128)")
-    llm.add_argument("-t", "--threads", type=_numbers, default=None, metavar="T,..", help="numbers of threads")
-    llm.add_argument("-r", "--repetitions", type=int, default=5, metavar="R", help="turns of each test (5)")
-    llm.add_argument("-b", "--batch", type=int, default=512, metavar="BATCH", help="tokens computed together (512)")
+    llm.add_argument("-p", "--n-prompt", type=numbers(0), default=[512], metavar="N,..", help="prefill lengths (512)")
+    llm.add_argument("-n", "--n-gen", type=numbers(0), default=[128], metavar="N,..", help="generation lengths (128)")
+    llm.add_argument("-t", "--threads", type=numbers(1), metavar="T,..", help="numbers of threads")
+    llm.add_argument("-r", "--repetitions", type=at_least(1), default=5, metavar="R", help="turns of each test (5)")
+    llm.add_argument(
+        "-b", "--batch", type=at_least(1), default=512, metavar="BATCH", help="tokens computed together (512)"
+    )
     llm.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
     llm.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
     llm.add_argument("--json", action="store_true", help="print a list of objects")
-
-
-def _numbers(text: str) -> list[int]:
-    values = [int(x) for x in text.split(",") if x]
-    if min(values, default=0) < 0:
-        raise argparse.ArgumentTypeError(f"numbers must not be negative, got {text}")
-    return [v for v in values if v]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,7 +111,7 @@ def bench_llm(path: str | Path, threads: int, args: argparse.Namespace) -> list[
         nbytes, flops = token_cost(llm)
         ids = np.random.default_rng(0).integers(0, llm.model.n_vocab, n_ctx).tolist()
         for kind, lengths in (("pp", args.n_prompt), ("tg", args.n_gen)):
-            for n in lengths:
+            for n in filter(None, lengths):
                 row = Row(f"{kind}{n}", threads, nbytes, flops / 1e9)
                 work = _prefill(llm, ids[:n]) if kind == "pp" else _generate(llm, ids[:n])
                 _measure(row, n, work, meter, args.repetitions)

@@ -11,13 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ggjit.cli import numbers
+
 PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `info`."""
     parser.add_argument("--limits", action="store_true", help="also measure plain reads and copies, int8 and f32 peaks")
-    parser.add_argument("-t", "--threads", default="", help="numbers of threads for --limits, separated by commas")
+    parser.add_argument("-t", "--threads", type=numbers(1), metavar="T,..", help="numbers of threads for --limits")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -84,21 +86,19 @@ def _print(facts: dict[str, Any]) -> None:
         ("features", " ".join(features)),
         ("threads", f"{threads['default']}: {threads['why']}"),
         ("kernel cache", f"{cache['path']}, {kept}" if cache["path"] else "none: no folder can be written"),
-        ("models", f"{models['path']}, {models['files']} files, {_mib(models['nbytes'])}"),
+        ("models", f"{models['path']}, {models['files']} file{'s' * (models['files'] != 1)}, {_mib(models['nbytes'])}"),
     ]
     for name, value in rows:
         print(f"{name:13} {value}")
 
 
-def _limits(text: str, as_json: bool) -> list[dict[str, Any]]:
+def _limits(counts: list[int] | None, as_json: bool) -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     from ggjit import limits, threadpool
 
-    most = threadpool.default_threads()
-    counts = [int(n) for n in text.split(",")] if text else sorted({1, most})
     found = []
-    for n in counts:
+    for n in counts or sorted({1, threadpool.default_threads()}):
         if not as_json:
             print(f"measuring with {n} thread{'s' * (n > 1)} ...", file=sys.stderr, end="\r")
         found.append(limits.measure(n))

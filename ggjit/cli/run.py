@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ggjit.cli import at_least
+
 if TYPE_CHECKING:
     from ggjit.llm import LLM
 
@@ -20,22 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a GGUF file, or a name that `ggjit pull` knows")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("-p", "--prompt", help="the prompt")
-    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
-    parser.add_argument("-n", "--n-predict", type=int, default=None, metavar="N", help="most tokens to generate")
-    parser.add_argument(
-        "-c", "--ctx", type=int, default=None, metavar="CTX", help="context (default: min(model, 4096))"
-    )
-    parser.add_argument("-b", "--batch", type=int, default=512, metavar="BATCH", help="tokens computed together (512)")
-    parser.add_argument("-t", "--threads", type=int, default=None, metavar="T", help="default: as `ggjit info` says")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, - is stdin")
+    one = at_least(1)
+    parser.add_argument("-n", "--n-predict", type=one, metavar="N", help="most tokens to generate (what CTX leaves)")
+    parser.add_argument("-c", "--ctx", type=one, metavar="CTX", help="tokens of context (the model's, at most 4096)")
+    parser.add_argument("-b", "--batch", type=one, default=512, metavar="BATCH", help="tokens computed together (512)")
+    parser.add_argument("-t", "--threads", type=one, metavar="T", help="threads (as many as `ggjit info` says)")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
     parser.add_argument("--temp", type=float, default=0.8, help="temperature; 0 takes the best token (0.8)")
-    parser.add_argument("--top-k", type=int, default=40, help="keep the K best tokens; 0 keeps all (40)")
+    parser.add_argument("--top-k", type=at_least(0), default=40, help="keep the K best tokens; 0 keeps all (40)")
     parser.add_argument("--top-p", type=float, default=0.95, help="keep the best tokens up to this probability (0.95)")
     parser.add_argument("--min-p", type=float, default=0.05, help="drop tokens below this share of the best's (0.05)")
-    parser.add_argument("--seed", type=int, default=None, help="of the random numbers")
-    parser.add_argument(
-        "--chat", action="store_true", help="use the chat template; without -p read turns from the terminal"
-    )
+    parser.add_argument("--seed", type=at_least(0), help="seed of the random numbers (another one each time)")
+    parser.add_argument("--chat", action="store_true", help="use the chat template; without -p read turns until Ctrl-D")
     parser.add_argument("--system", default=None, metavar="TEXT", help="system message (with --chat)")
     parser.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
 
@@ -72,9 +71,9 @@ def _prompt(args: argparse.Namespace) -> str | None:
         prompt: str | None = args.prompt
         return prompt
     if args.file == "-":
-        return sys.stdin.read()
+        return sys.stdin.read().removesuffix("\n")
     with open(args.file, encoding="utf-8") as file:
-        return file.read()
+        return file.read().removesuffix("\n")  # what ends the last line is no part of the prompt
 
 
 def _chat(llm: LLM, args: argparse.Namespace, prompt: str | None, report: _Report) -> None:

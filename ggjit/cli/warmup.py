@@ -6,11 +6,13 @@ import argparse
 import sys
 import time
 
+from ggjit.cli import at_least
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `warmup`."""
     parser.add_argument("model", metavar="MODEL", help="a GGUF file, or a name that `ggjit pull` knows")
-    parser.add_argument("-t", "--threads", type=int, default=None, metavar="T", help="default: as `ggjit info` says")
+    parser.add_argument("-t", "--threads", type=at_least(1), metavar="T", help="threads (as many as `ggjit info` says)")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
     parser.add_argument("--no-repack", dest="repack", action="store_false", help="kernels for the mapped file")
 

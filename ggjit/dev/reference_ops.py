@@ -19,6 +19,7 @@ from ggjit.tensor import Tensor, encode, new_node
 from ggjit.types import Type
 
 ARENA = 1 << 20
+F16_MAX = 65504.0
 
 
 class Unsupported(Exception):
@@ -134,7 +135,12 @@ def _check_result(case: Case, node: Tensor, storages: Sequence[Array]) -> Iterat
         return
     for start, end in case.meta.get("dst_undefined", []):
         got[start:end] = want[start:end]
-    difference = compare(case, "result", elements(got, header), elements(want, header), node.type)
+    result, expected = elements(got, header), elements(want, header)
+    if case.meta["sub"] == "GELU_QUICK" and node.type is types.F32:
+        # ggml looks it up in a table indexed by f16, in which larger values are infinite.
+        beyond = np.abs(elements(storages[0], case.meta["srcs"][0], case.meta["srcs"][0]["offset"])) > F16_MAX
+        result[beyond] = expected[beyond]
+    difference = compare(case, "result", result, expected, node.type)
     if difference:
         yield difference
     for k, storage in enumerate(case.meta["storages"]):
@@ -212,7 +218,7 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
     if case.meta["kind"] == "quantize":
         made = _quantize(kind, case)
         if searches or case.meta["imatrix"]:
-            found += _no_worse("quantize", made, case, kind)
+            found += _no_worse("quantize", made, arrays["q"], case, kind)
         else:
             found += _equal("quantize", made, coded, kind, exact)
     if "y" in arrays:
@@ -229,7 +235,7 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
         if case.meta["kind"] == "quantize" and not case.meta["imatrix"]:
             copied = _encode_by_graph(arrays["x"], kind, n_threads)
             if copied is not None and searches:
-                found += _no_worse(f"{n_threads} threads: cpy", copied, case, kind)
+                found += _no_worse(f"{n_threads} threads: cpy", copied, coded[-1], case, kind)
             elif copied is not None:
                 found += _equal(f"{n_threads} threads: cpy", copied, coded, kind, exact)
     return found
@@ -264,12 +270,12 @@ def _equal(what: str, got: Array, allowed: Sequence[Array], kind: Type, exact: b
     return [Difference(f"{what}: unequal bytes", wrong, 0)]
 
 
-def _no_worse(what: str, got: Array, case: Case, kind: Type) -> list[Difference]:
+def _no_worse(what: str, got: Array, want: Array, case: Case, kind: Type) -> list[Difference]:
     """Squared error, weighted by the importance matrix if there is one, at most that of the reference."""
     x = case.arrays["x"].astype(np.float64)
     weights = case.arrays.get("imatrix", np.ones(x.shape[-1], np.float32)).astype(np.float64)
-    coded = np.ascontiguousarray(got).view(np.uint8).reshape(case.arrays["q"].shape)
-    errors = [float((weights * np.square(_values(q, kind) - x)).sum()) for q in (coded, case.arrays["q"])]
+    coded = np.ascontiguousarray(got).view(np.uint8).reshape(want.shape)
+    errors = [float((weights * np.square(_values(q, kind) - x)).sum()) for q in (coded, want)]
     return [] if errors[0] <= errors[1] else [Difference(f"{what}: weighted squared error", *errors)]
 
 
