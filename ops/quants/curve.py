@@ -1,7 +1,7 @@
 """Quantizing to the curve of IQ4_NL and IQ4_XS: the scale of 32 weights, x about scale * CURVE[code].
 
 Candidates map the value of largest magnitude near either end of the curve; the codes that a candidate gives have a scale
-of least weighted squared error. Weights of the errors are x^2, or imatrix * sqrt(2 * mean square + x^2).
+of least squared error, weighted by the importance matrix if there is one.
 
 NumPy arrays are [32, groups], so that sums add the weights of a group one after the other, as the compiled form does.
 """
@@ -24,11 +24,9 @@ VALUES = np.array(CURVE, np.float32)
 
 def weights_of(x: Floats, imatrix: Floats | None) -> Floats:
     """Weights of the errors of blocks [rows, n, size]."""
-    squares = np.square(x)
     if imatrix is None:
-        return squares
-    mean = squares.mean(2, keepdims=True)
-    return np.asarray(imatrix, np.float32).reshape(1, *x.shape[1:]) * np.sqrt(2 * mean + squares)
+        return np.ones_like(x)
+    return np.broadcast_to(np.asarray(imatrix, np.float32).reshape(1, *x.shape[1:]), x.shape)
 
 
 def code(x: Floats, step: Floats) -> Bytes:
@@ -60,7 +58,7 @@ def fit(x: Floats, w: Floats) -> Floats:
     return np.where(error(x, w, found[1]) < error(x, w, found[0]), found[1], found[0])
 
 
-# ---- compiled, for weights x^2 -------------------------------------------------------------------------------------
+# ---- compiled, without weights -------------------------------------------------------------------------------------
 
 
 @jitted
@@ -71,13 +69,25 @@ def reciprocal(step):
 
 @jitted
 def curve_error(src, x, step):
-    """Weighted squared error of 32 f32 with the nearest codes."""
+    """Squared error of 32 f32 with the nearest codes."""
     to_code, out = reciprocal(step), np.float32(0)
     for i in range(32):
         v = memory.load_f32(src, x + 4 * i)
         difference = step * np.float32(CURVE[curve_code(v * to_code)]) - v
-        out += v * v * (difference * difference)
+        out += difference * difference
     return out
+
+
+@jitted
+def curve_sums(src, x, to_code):
+    """Sums over 32 f32 of the nearest values times x, and squared."""
+    xq = qq = np.float32(0)
+    for i in range(32):
+        v = memory.load_f32(src, x + 4 * i)
+        q = np.float32(CURVE[curve_code(v * to_code)])
+        xq += q * v
+        qq += q * q
+    return xq, qq
 
 
 @jitted
@@ -91,13 +101,7 @@ def fit_curve(src, x):
     for k in range(N_ALL):
         if k == N_FIRST:
             first, scale, best = scale, np.float32(0), np.float32(0)
-        to_code = np.float32(TARGETS[k]) / top if top != 0 else np.float32(0)
-        xq = qq = np.float32(0)
-        for i in range(32):
-            v = memory.load_f32(src, x + 4 * i)
-            q, w = np.float32(CURVE[curve_code(v * to_code)]), v * v
-            xq += w * q * v
-            qq += w * q * q
+        xq, qq = curve_sums(src, x, np.float32(TARGETS[k]) / top if top != 0 else np.float32(0))
         if qq > 0 and xq * xq > best * qq:
             scale = xq / qq
             best = scale * xq

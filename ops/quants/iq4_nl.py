@@ -5,7 +5,7 @@
 | 0..1 | d, f16 |
 | 2..17 | q, 4 bits: byte 2 + k has weight k in the low and weight k + 16 in the high half |
 
-`quantize` searches for d; `quantize_row`, which a graph calls for every token of a KV cache, takes the first candidate.
+`quantize` searches for d; `quantize_row`, which a graph calls for every token of a KV cache, takes one candidate.
 Panel block (288 bytes): as Q4_0.
 """
 
@@ -108,4 +108,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(32, 288, 255, q4_0.pack_block, runs, offset_shift=7)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))

@@ -18,8 +18,8 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import curve
-from ggjit.ops.quants.curve import curve_error, fit_curve, reciprocal
+from ggjit.ops.quants import curve, search
+from ggjit.ops.quants.curve import curve_error, curve_sums, fit_curve, reciprocal
 from ggjit.ops.quants.lookup import CURVE, curve_code, load_entries, nibble_values
 from ggjit.ops.quants.nibbles import join_nibbles, split_nibbles
 from ggjit.ops.quants.quant import (
@@ -31,6 +31,7 @@ from ggjit.ops.quants.quant import (
     clamp,
     f16_bytes,
     from_bytes,
+    inverse,
     largest,
     load_f16,
     nearest,
@@ -49,7 +50,7 @@ def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows.
 
     Each run is fitted by itself; d is the scale of largest magnitude / -32, and scales are those of least weighted
-    squared error among the neighbours of the nearest.
+    squared error among the neighbours of the nearest. Then d is fitted to them and scales are chosen again.
 
     Args:
         x: f32 [rows, n].
@@ -58,25 +59,37 @@ def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     x = to_blocks(x, SIZE)
     rows, n = x.shape[:2]
     w = curve.weights_of(x, imatrix)
-    columns, w = (np.moveaxis(v.reshape(rows, n, 8, 32), 3, 0).reshape(32, -1) for v in (x, w))
-    fitted = curve.fit(columns, w).reshape(rows, n, 8)
-    d = f16_bytes(largest(fitted) / np.float32(-32))
-    unit = load_f16(d)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.where(unit != 0, fitted * (np.float32(1) / unit), np.float32(0))
-    middle = np.rint(np.clip(ratio, -32, 31))
-    best, scales = np.full(rows * n * 8, np.inf, np.float32), np.zeros(rows * n * 8, np.float32)
-    for step in NEAR:
-        scale = np.clip(middle + np.float32(step), -32, 31)
-        error = curve.error(columns, w, (unit * scale).reshape(-1))
-        scales = np.where(error < best, scale.reshape(-1), scales)
-        best = np.where(error < best, error, best)
-    scales = scales.reshape(rows, n, 8)
-    q = join_nibbles(curve.code(x.reshape(rows, n, 8, 32), (unit * scales)[..., None])).reshape(rows, n, 128)
+    columns, w = (np.moveaxis(v.reshape(rows, n, 8, 32), 3, 0) for v in (x, w))
+    fitted = curve.fit(columns.reshape(32, -1), w.reshape(32, -1)).reshape(rows, n, 8)
+    d = load_f16(f16_bytes(largest(fitted) / np.float32(-32)))
+    scales, error = _choose(columns, w, d, fitted)
+    v = curve.VALUES[curve.code(columns, d * scales)]
+    xq, qq = _over_runs(search.total(w * v * columns) * scales), _over_runs(search.total(w * v * v) * scales * scales)
+    refined = load_f16(f16_bytes(np.where(qq > 0, xq / np.where(qq > 0, qq, np.float32(1)), np.float32(0))))
+    scales_2, error_2 = _choose(columns, w, refined, fitted)
+    better = (error_2 < error)[..., None]
+    d, scales = np.where(better, refined, d), np.where(better, scales_2, scales)
+    q = join_nibbles(curve.code(x.reshape(rows, n, 8, 32), (d * scales)[..., None])).reshape(rows, n, 128)
     code = (scales + 32).astype(np.uint8)
     low, high = code[..., 0::2] & 15 | (code[..., 1::2] & 15) << 4, code.reshape(rows, n, 2, 4) >> 4
     high = (high << np.array([0, 2, 4, 6], np.uint8)).sum(3, dtype=np.uint8)
-    return np.concatenate([d, high, low, q], 2).reshape(rows, -1)
+    return np.concatenate([f16_bytes(d[..., 0]), high, low, q], 2).reshape(rows, -1)
+
+
+def _over_runs(x: Floats) -> Floats:
+    """Sum over the 8 runs of blocks, one after the other."""
+    return search.total(np.moveaxis(x, 2, 0))
+
+
+def _choose(columns: Floats, w: Floats, d: Floats, fitted: Floats) -> tuple[Floats, Floats]:
+    """Scales [rows, n, 8] of least error near fitted / d, and the error of blocks."""
+    middle = np.rint(np.clip(fitted * inverse(d), -32, 31))
+    best, scales = np.full_like(middle, np.inf), np.zeros_like(middle)
+    for step in NEAR:
+        scale = np.clip(middle + np.float32(step), -32, 31)
+        error = curve.error(columns, w, d * scale)
+        scales, best = np.where(error < best, scale, scales), np.where(error < best, error, best)
+    return scales, _over_runs(best)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -91,33 +104,58 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
-def best_scale(src, x, d, fitted):
-    """Scale + 32 of 32 f32: of the neighbours of fitted / d the one of least error."""
-    middle = nearest(clamp(fitted * reciprocal(d), np.float32(-32), np.float32(31)))
-    best, found = np.float32(np.inf), np.float32(0)
-    for step in NEAR:
-        scale = clamp(middle + np.float32(step), np.float32(-32), np.float32(31))
-        error = curve_error(src, x, d * scale)
-        if error < best:
-            best, found = error, scale
-    return found
+def choose(src, x, d, found, to):
+    """Scales of a block of least error near fitted / d, written to `to` of the buffer, and their error."""
+    total = np.float32(0)
+    for r in range(8):
+        fitted = memory.load_f32(found, 4 * r)
+        middle = nearest(clamp(fitted * reciprocal(d), np.float32(-32), np.float32(31)))
+        best, chosen = np.float32(np.inf), np.float32(0)
+        for step in NEAR:
+            scale = clamp(middle + np.float32(step), np.float32(-32), np.float32(31))
+            error = curve_error(src, x + 128 * r, d * scale)
+            if error < best:
+                best, chosen = error, scale
+        memory.store_f32(found, to + 4 * r, chosen)
+        total += best
+    return total
+
+
+@jitted
+def refine(src, x, d, found):
+    """The d of least squared error for the codes that d and the scales at 64 of the buffer give."""
+    xq = qq = np.float32(0)
+    for r in range(8):
+        scale = memory.load_f32(found, 64 + 4 * r)
+        a, b = curve_sums(src, x + 128 * r, reciprocal(d * scale))
+        xq += a * scale
+        qq += b * scale * scale
+    return xq / qq if qq > 0 else np.float32(0)
 
 
 @jitted
 def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize` without an importance matrix; runs are fitted twice, to keep nothing."""
+    """Quantize n f32 to blocks, as `quantize` without an importance matrix."""
+    found = memory.local_1k()  # 8 f32 each: fitted scales at 0, chosen ones at 64, chosen again at 128
     for i in range(n // 256):
         x, y = src_offs + 1024 * i, dst_offs + 136 * i
         top = np.float32(0)
         for r in range(8):
             fitted = fit_curve(src, x + 128 * r)
+            memory.store_f32(found, 4 * r, fitted)
             top = fitted if abs(fitted) > abs(top) else top
-        memory.store_f16(dst, y, top / np.float32(-32))
-        d = memory.load_f16(dst, y)
         for j in range(2, 8):
             memory.store_u8(dst, y + j, 0)
+        memory.store_f16(dst, y, top / np.float32(-32))
+        first = memory.load_f16(dst, y)
+        error = choose(src, x, first, found, 64)
+        memory.store_f16(dst, y, refine(src, x, first, found))
+        d, at = memory.load_f16(dst, y), 128
+        if not choose(src, x, d, found, 128) < error:
+            memory.store_f16(dst, y, first)
+            d, at = first, 64
         for r in range(8):
-            scale = best_scale(src, x + 128 * r, d, fit_curve(src, x + 128 * r))
+            scale = memory.load_f32(found, at + 4 * r)
             store_run(src, x + 128 * r, dst, y, r, d * scale, np.int64(scale) + 32)
 
 
@@ -190,4 +228,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(256, 2176, 255, pack_block, runs, steps=2, offset_shift=7)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))

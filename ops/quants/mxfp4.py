@@ -33,7 +33,7 @@ def scale_of(e: Bytes) -> Floats:
     return np.where(e < 2, np.uint32(0x200000) << e, (e - np.uint32(1)) << np.uint32(23)).view(np.float32)
 
 
-def quantize(x: Floats) -> Bytes:
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows: e so that the largest magnitude lies in 4 to 8 times 2^(e - 127), then the nearest values.
 
     Blocks whose e would be negative (all magnitudes below 2^-125) become zeros, as ggml's do.

@@ -47,7 +47,7 @@ def scale_bytes(x: Floats) -> Bytes:
     return np.where(x.view(np.uint32) < 121 << 23, small, np.where(bits < 15 << 3, bits, 0x7E)).astype(np.uint8)
 
 
-def quantize(x: Floats) -> Bytes:
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows: scale = max |x| / 6 of each 16, then the nearest values."""
     x = to_blocks(x, SIZE)
     x = x.reshape(*x.shape[:2], 4, 16)

@@ -24,7 +24,7 @@ SIZE, NBYTES = 128, 18
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 16)
 
 
-def quantize(x: Floats) -> Bytes:
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows: d = mean |x|, and the sign of each value, + for zero."""
     x = to_blocks(x, SIZE)
     total = np.zeros(x.shape[:2], np.float32)

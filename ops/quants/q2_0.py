@@ -39,7 +39,7 @@ assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 16)
 SHIFTS = np.array([0, 2, 4, 6], np.uint8)
 
 
-def quantize(x: Floats) -> Bytes:
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows: d = max |x|, q = x / d rounded, plus 1."""
     x = to_blocks(x, SIZE)
     d = np.abs(x).max(2)

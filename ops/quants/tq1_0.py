@@ -31,7 +31,7 @@ assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 32 + 16 + 4 + 2)
 PLANES = ((0, 0, 32, 5), (160, 32, 16, 5), (240, 48, 4, 4))  # first weight, first byte, bytes, digits
 
 
-def quantize(x: Floats) -> Bytes:
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows: d = max |x|, q = x / d rounded, plus 1."""
     d, q = ternary.ternary(x)
     parts = []

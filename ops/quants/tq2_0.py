@@ -26,7 +26,7 @@ assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 64 + 2)
 SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
-def quantize(x: Floats) -> Bytes:
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows: d = max |x|, q = x / d rounded, plus 1."""
     d, q = ternary.ternary(x)
     q = (q.reshape(*q.shape[:2], 2, 4, 32) << SHIFTS).sum(3, dtype=np.uint8)
