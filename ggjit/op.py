@@ -73,7 +73,6 @@ class Op:
 
     name: str
     id: int
-    id: int
     params: tuple[tuple[str, str], ...]
 
     def __init__(self, name: str, id: int | None = None, *, params: Sequence[tuple[str, str]] = (), view: bool = False,
