@@ -117,7 +117,13 @@ class Pool:
             sleep.acquire()
 
     def execute(self, rows: int, first: int, last: int, times: int) -> tuple[int, int] | None:
-        """Run rows (by address) on all threads; see Program.run. Waits while another thread runs a program."""
+        """Run rows (by address) on all threads; see Program.run. Waits while another thread runs a program.
+
+        No rows are no job: without a barrier at its end a worker could still be on its way to it when the next one is
+        published, and would run that one twice.
+        """
+        if first == last:
+            return None
         with self._busy:
             self._words[ABORT // 8] = 0
             result = self._job(rows, first, last, times)

@@ -125,6 +125,18 @@ def test_the_counter_is_zero_before_each_step_that_uses_it(n_threads):
         assert np.array_equal(values, np.full(N, 10 * replay))
 
 
+@pytest.mark.parametrize("n_threads", [2, 4])
+def test_a_program_without_rows_puts_no_worker_out_of_step(n_threads):
+    build, counts = Build(), np.zeros(n_threads, np.int64)
+    build.add(mark, build.record(counts))
+    program, empty, pool = build.program(), Program(np.zeros((0, 4), np.int64)), get_pool(n_threads)
+    for n in range(1, 2001):
+        assert empty.run(pool) is None
+        assert program.run(pool) is None
+        assert counts.tolist() == [n] * n_threads
+    assert empty.time(pool).size == 0
+
+
 def test_a_counter_needs_a_barrier_before_it():
     rows = np.zeros((3, 4), np.int64)
     rows[2, 3] = COUNTER
