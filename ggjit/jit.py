@@ -429,7 +429,13 @@ _linked: dict[str, int] = {}  # key -> address: the same kernel made twice is li
 
 
 def _compile(compiled: Compiled) -> bytes:
-    code = compiled.compile()
+    try:
+        code = compiled.compile()
+    except Exception as error:
+        made = compiled.function.__code__
+        where = f"{made.co_filename}:{made.co_firstlineno}"
+        error.add_note(f"while {compiled.kind} {compiled.name} was compiled ({where})")
+        raise
     assert isinstance(code, bytes)
     object_code.check_symbols(code, compiled.name)
     kernel_cache.store(compiled.key, code)

@@ -237,7 +237,8 @@ class Op:
 def unsupported(op: Op, node: Tensor) -> str:
     """The text of the error for a node that no kernel takes."""
     given = ", ".join(f"{s.type.name}{list(s.ne)}" for s in node.src if s is not None)
-    return f"{op.name}: the CPU backend must have a kernel for the types and layout, got {given} ('{node.name}')"
+    hint = "; most ops take F32: gg.from_numpy(array, gg.F32)" if "F64[" in given else ""
+    return f"{op.name}: the CPU backend must have a kernel for the types and layout, got {given} ('{node.name}'){hint}"
 
 
 def by_id(id: int) -> Op:

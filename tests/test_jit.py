@@ -173,6 +173,17 @@ def test_a_kernel_that_allocates_is_refused():
         allocates.address()
 
 
+def test_errors_of_compiling_name_the_kernel():
+    @kernel
+    def misspelled(dst, dst_ne, dst_nb, op_params, work, ith, nth):
+        memory.store_f32(dst, 0, nobody_knows_this)  # noqa: F821
+
+    with pytest.raises(Exception, match="nobody_knows_this") as caught:
+        misspelled.address()
+    (note,) = caught.value.__notes__
+    assert note.startswith("while kernel misspelled was compiled (") and "test_jit.py:" in note
+
+
 def test_unknown_symbols_are_refused_and_maths_linked():
     @intrinsic
     def stranger(typingctx, x):

@@ -176,6 +176,9 @@ class DecodeContext:
         self.allocator = GraphAllocator(host_buffer_type())
         self._graphs: OrderedDict[tuple[int, int, int], DecodeGraph] = OrderedDict()
 
+    def __repr__(self) -> str:
+        return f"DecodeContext({self.n_ctx} tokens, {len(self._graphs)} graphs, {self.n_threads} threads)"
+
     def graph(self, n_tokens: int, n_kv: int, n_outputs: int) -> DecodeGraph:
         """The graph of a shape, built at its first use."""
         key = (n_tokens, n_kv, n_outputs)

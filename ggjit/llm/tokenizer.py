@@ -74,6 +74,9 @@ class Tokenizer:
         self._merger: Merger
         self._strip_rules(file)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.n_vocab} tokens)"
+
     @staticmethod
     def from_gguf(file: GgufFile) -> Tokenizer:
         """The tokenizer that a file describes.
