@@ -51,8 +51,15 @@ def tensor_overhead() -> int:
 
 
 def aligned_bytes(size: int, align: int = 64) -> NDArray[np.uint8]:
-    """Zeroed uint8 memory of `size` bytes whose address is a multiple of `align`."""
-    raw = np.zeros(size + align, np.uint8)
+    """Zeroed uint8 memory of `size` bytes whose address is a multiple of `align`.
+
+    Raises:
+        MemoryError: there is not as much.
+    """
+    try:
+        raw = np.zeros(size + align, np.uint8)
+    except (MemoryError, ValueError, OverflowError):  # NumPy's own limits are below 2^63
+        raise MemoryError(f"memory: {size} bytes must be available, got no block as large") from None
     skip = -raw.ctypes.data % align
     return raw[skip : skip + size]
 
@@ -69,12 +76,15 @@ class Context:
         no_alloc: put headers only; data comes from a buffer later (or from `Tensor.set`).
 
     Raises:
-        ValueError: `mem_buffer` is too small, not writable or not aligned.
+        ValueError: `mem_size` is negative, or `mem_buffer` is too small, not writable or not aligned.
+        MemoryError: there is not as much memory.
 
     Source: ggml_init.
     """
 
     def __init__(self, mem_size: int, mem_buffer: Any = None, no_alloc: bool = False) -> None:
+        if mem_size < 0:
+            raise ValueError(f"Context: mem_size must not be negative, got {mem_size}")
         if mem_buffer is None:
             array = aligned_bytes(int(mem_size))
         else:

@@ -70,6 +70,7 @@ class Graph:
     Raises:
         RuntimeError: no context is open.
         OutOfArena: the arena is full.
+        ValueError: the size is negative, or absurd.
 
     Source: ggml_new_graph_custom.
     """
@@ -77,6 +78,8 @@ class Graph:
     def __init__(self, size: int = DEFAULT_SIZE, grads: bool = False) -> None:
         self.context = _context.current("Graph")
         self.size, self.has_grads = size, grads
+        if not 0 <= size <= _PRIMES[-1] // 2:
+            raise ValueError(f"Graph: size must be 0 to {_PRIMES[-1] // 2}, got {size}")
         offset = self.context.new_object(graph_nbytes(size, grads), GRAPH)
         arrays = np.frombuffer(self.context.array, np.int64, 2 * size, offset + _HEADER)
         self._node_addresses, self._leaf_addresses = arrays[:size], arrays[size:]

@@ -112,7 +112,11 @@ class Op:
         if len(values) != len(self.params):
             rest = iter(values)
             values = [next(rest) if g else 0 for g in self._given]
-        return self._format.pack(*values) + self._padding
+        try:
+            return self._format.pack(*values) + self._padding
+        except (struct.error, OverflowError) as error:
+            given = ", ".join(f"{n}={v!r}" for (n, _), v in zip(self.params, values, strict=False) if n[0] != "_")
+            raise ValueError(f"{self.name}: parameters must fit their types, got {given} ({error})") from None
 
     def unpack_params(self, data: bytes | memoryview) -> Params:
         """op_params by name."""

@@ -14,6 +14,7 @@ the record once; what changes later (data, buffer, flags, name) lives in the rec
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ggjit.backend import Buffer
 
 MAX_DIMS, MAX_SRC, MAX_NAME = 4, 10, 64
+_MOST = 1 << 59  # elements: so all bytes and strides fit 64 bits
 FLAG_INPUT, FLAG_OUTPUT, FLAG_PARAM, FLAG_LOSS, FLAG_COMPUTE = 1, 2, 4, 8, 16
 Dims = tuple[int, int, int, int]
 
@@ -340,9 +342,12 @@ class Tensor:
             The tensor.
 
         Raises:
-            ValueError: the shape does not fit, or the tensor has no data.
+            TypeError: the values are no real numbers.
+            ValueError: the shape does not fit, a whole number is out of range, or the tensor has no data.
         """
         array = np.asarray(values)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"Tensor.set: values must be real numbers, got dtype {array.dtype} ('{self.name}')")
         shape = self.ne[::-1]
         try:
             array = np.broadcast_to(array, shape)
@@ -431,6 +436,16 @@ def _quant(type: Type) -> Any:
     return type.quant
 
 
+def _check_whole(array: NDArray[Any], type: Type) -> None:
+    """Refuse what a type of whole numbers cannot hold: NumPy would wrap it around."""
+    assert type.dtype is not None
+    limits, low, high = np.iinfo(type.dtype), array.min(), array.max()
+    if not (limits.min <= low and high <= limits.max):  # NaN too
+        raise ValueError(
+            f"encode: values must lie in [{limits.min}, {limits.max}] to be {type.name}, got {low} to {high}"
+        )
+
+
 def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
     """Values as the bytes of a contiguous tensor of `type`, shape (..., bytes of a row)."""
     if type is _types.BF16:
@@ -439,6 +454,8 @@ def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
         rounded = np.where(quiet, (bits >> 16) | 64, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
         return rounded.view(np.uint8)
     if type.dtype is not None:
+        if type.dtype.kind == "i" and array.size and array.dtype != type.dtype:
+            _check_whole(array, type)
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(array, type.dtype).view(np.uint8)
     if array.shape[-1] % type.blck_size:
@@ -466,6 +483,8 @@ def _dims(what: str, ne: Sequence[int]) -> Dims:
     dims = tuple(int(n) for n in ne) + (1,) * (MAX_DIMS - len(ne))
     if min(dims) < 0:
         raise ValueError(f"{what}: dimensions must not be negative, got {list(ne)}")
+    if math.prod(n or 1 for n in dims) >= _MOST:
+        raise ValueError(f"{what}: a tensor must have less than 2^59 elements, got {list(ne)}")
     return dims  # type: ignore[return-value]
 
 
@@ -521,6 +540,7 @@ def new_node(
         data = size = 0
     else:
         data = -1
+    packed = op.pack_params(params) if params else _NO_PARAMS
     offset = context.new_object(TENSOR_SIZE + size, TENSOR)
     address = context.base + offset
     if data == -1:
@@ -537,11 +557,14 @@ def new_node(
         view_offs,
     )
     sources = tuple([0 if s is None else s.address for s in src]) + _NO_SRC[MAX_SRC - len(src)]
-    packed = op.pack_params(params) if params else _NO_PARAMS
     root = 0 if view_src is None else view_src.address
-    _RECORD.pack_into(
-        context.buffer, offset, type.id, 0, *ne, *t.nb, op.id, packed, 0, *sources, root, view_offs, data, b"", 0
-    )
+    try:
+        _RECORD.pack_into(
+            context.buffer, offset, type.id, 0, *ne, *t.nb, op.id, packed, 0, *sources, root, view_offs, data, b"", 0
+        )
+    except struct.error:
+        text = f"{op.name}: sizes and strides must fit 64 bits, got ne {list(ne)}, nb {list(t.nb)}"
+        raise ValueError(text) from None
     context.tensors[address] = t
     return t
 

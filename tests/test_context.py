@@ -252,3 +252,15 @@ def test_s106_no_numba_at_import() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="Context: mem_size must not be negative, got -1"):
+        gg.Context(-1)
+    for size in (1 << 60, 1 << 63, 1 << 70):
+        with pytest.raises(MemoryError, match=f"memory: {size} bytes must be available"):
+            gg.Context(size)
+    with gg.Context(1 << 12):
+        for size in (-1, 1 << 40):
+            with pytest.raises(ValueError, match=f"Graph: size must be 0 to 536870913, got {size}"):
+                gg.Graph(size)

@@ -343,3 +343,43 @@ def test_type_must_be_a_type(context: gg.Context) -> None:
         gg.new_tensor("F32", 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="from_numpy: type must"):
         gg.from_numpy([1.0], np.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ne", [(1 << 64,), (1 << 62,), (1 << 40, 1 << 40), (1 << 31, 1 << 31, 2), (0, 1 << 62)])
+def test_sizes_beyond_64_bits_are_refused(ne: tuple[int, ...]) -> None:
+    with gg.Context(1 << 12, no_alloc=True) as context:
+        with pytest.raises(ValueError, match=r"new_tensor: a tensor must have less than 2\^59 elements, got \["):
+            gg.new_tensor(gg.F32, *ne)
+        assert context.used_mem() == 0
+
+
+@pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1, float("nan"), float("inf"), 3e9])
+def test_whole_numbers_do_not_wrap_around(value: float) -> None:
+    with gg.Context(1 << 12):
+        t = gg.new_tensor(gg.I32, 3).set(7)
+        with pytest.raises(ValueError, match=r"values must lie in \[-2147483648, 2147483647\] to be I32, got "):
+            t.set([1, value, 2])
+        with pytest.raises(ValueError, match="to be I32"):
+            gg.from_numpy([value], gg.I32)
+        assert t.numpy().ravel().tolist() == [7, 7, 7]
+        assert t.set([True, 2.0, np.uint64(3)]).numpy().ravel().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("values", [None, 1j, "1", [object()], [b"x"]])
+def test_only_real_numbers_are_set(values: object) -> None:
+    with gg.Context(1 << 12):
+        t = gg.new_tensor(gg.F32, 1).set(7)
+        with pytest.raises(TypeError, match=r"Tensor.set: values must be real numbers, got dtype"):
+            t.set(values)
+        assert t.numpy().item() == 7
+
+
+def test_parameters_that_do_not_fit_name_the_op() -> None:
+    with gg.Context(1 << 12):
+        x = gg.new_tensor(gg.F32, 4)
+        with pytest.raises(ValueError, match=r"rms_norm: parameters must fit their types, got eps=1e\+308"):
+            gg.rms_norm(x, 1e308)
+        with pytest.raises(ValueError, match=r"view: parameters must fit their types, got offset=4\.0"):
+            gg.view_1d(x, 1, 4.0)
+        with pytest.raises(ValueError, match="view: sizes and strides must fit 64 bits, got ne"):
+            gg.view_2d(x, 1, 1, 1 << 63, 0)
