@@ -18,7 +18,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
-from ggjit.jit import kernel, lazy_module
+from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.lib.checks import require, require_contiguous, require_type
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -182,8 +182,6 @@ def _(node, a, pw, ph):
 @functools.cache
 def make_row(type_name: str):
     """Jitted (dst, to, src, at, step, n): a row whose elements lie `step` bytes apart to a contiguous one."""
-    from ggjit.jit import jitted
-
     size, element = memory.SIZES[type_name], convert.element(type_name, type_name)
 
     @jitted
