@@ -15,9 +15,10 @@ import numpy as np
 from ggjit.jit import jitted
 from ggjit.ops.lib import memory
 from ggjit.ops.quants.quant import clamp, nearest
+from ggjit.ops.quants.search import FACTORS
 
 # 16 f32 each in the buffer of a block
-L, M, NEW_L, NEW_M, RMS, SPARE = range(0, 384, 64)
+L, M, NEW_L, NEW_M, RMS, SCALE, SPARE = range(0, 448, 64)
 
 
 @jitted
@@ -47,7 +48,7 @@ def tenths(k):
 @jitted
 def round_f16(found, v):
     """v as f16 holds it; beyond its range its largest."""
-    memory.store_f16(found, SPARE, v if v < np.float32(65504) else np.float32(65504))
+    memory.store_f16(found, SPARE, clamp(v, np.float32(-65504), np.float32(65504)))
     return memory.load_f16(found, SPARE)
 
 
@@ -210,3 +211,102 @@ def make_fit_pairs(search):
         return d, dmin
 
     return fit_pairs
+
+
+@functools.cache
+def make_fit_scales(search):
+    """Jitted (src, x, found) -> d, as `search.fit_scales`; l of the groups goes to the buffer."""
+    size, n_steps, rounds, groups = search.size, search.n_steps, search.rounds, 256 // search.size
+    nbytes = 4 * size
+    low, high = np.float32(search.low), np.float32(search.high)
+    lowest, limit = np.float32(-search.limit), np.float32(search.limit - 1)
+    one_less = np.float32(search.low) / np.float32(search.low + 1)
+    zero = np.float32(0)
+
+    @jitted
+    def fit_group(src, x, mean):
+        top = zero
+        for i in range(size):
+            v = memory.load_f32(src, x + 4 * i)
+            top = v if abs(v) > abs(top) else top
+        top = zero if abs(top) < np.float32(1e-12) else top
+        scale = best = zero
+        for k in range(2 * n_steps):
+            to_code = reciprocal(top / (low - tenths(k) if k < n_steps else high + tenths(k - n_steps)))
+            sum_qq = sum_qx = zero
+            for i in range(size):
+                v = memory.load_f32(src, x + 4 * i)
+                q = code(v, to_code, low, high)
+                wq = (mean + abs(v)) * q
+                sum_qq += wq * q
+                sum_qx += wq * v
+            fitted = sum_qx / sum_qq if sum_qq > 0 else zero
+            if fitted * sum_qx > best:
+                scale, best = fitted, fitted * sum_qx
+        return scale
+
+    @jitted
+    def best_scale(src, x, mean, d, near):
+        less = nearest(near * one_less)
+        best, best_ls = np.float32(np.inf), near
+        for k in range(6):
+            around = near if k < 3 else less
+            around = around - np.float32(1) if k % 3 == 1 else (around + np.float32(1) if k % 3 == 2 else around)
+            ls = clamp(around, lowest, limit)
+            step = d * ls
+            to_code, error = reciprocal(step), zero
+            for i in range(size):
+                v = memory.load_f32(src, x + 4 * i)
+                e = step * code(v, to_code, low, high) - v
+                error += (mean + abs(v)) * (e * e)
+            if error < best:
+                best, best_ls = error, ls
+        return best_ls, best
+
+    @jitted
+    def refit(src, x, found, d):
+        ll = lx = zero
+        for g in range(groups):
+            ls, mean = small(found, L, g), small(found, RMS, g)
+            to_code = reciprocal(d * ls)
+            sum_qq = sum_qx = zero
+            for i in range(size):
+                v = memory.load_f32(src, x + nbytes * g + 4 * i)
+                q = code(v, to_code, low, high)
+                wq = (mean + abs(v)) * q
+                sum_qq += wq * q
+                sum_qx += wq * v
+            ll += ls * ls * sum_qq
+            lx += ls * sum_qx
+        return round_f16(found, lx / ll if ll > 0 else d)
+
+    @jitted
+    def fit_scales(src, x, found):
+        top = zero
+        for g in range(groups):
+            mean = rms(src, x + nbytes * g, size)
+            scale = fit_group(src, x + nbytes * g, mean)
+            memory.store_f32(found, RMS + 4 * g, mean)
+            memory.store_f32(found, SCALE + 4 * g, scale)
+            memory.store_f32(found, L + 4 * g, zero)
+            top = scale if abs(scale) > abs(top) else top
+        d, best = zero, np.float32(np.inf)
+        for k in range(FACTORS + rounds):
+            new_d = round_f16(found, top / (lowest + np.float32(k))) if k < FACTORS else refit(src, x, found, d)
+            error = zero
+            for g in range(groups):
+                near = (
+                    code(small(found, SCALE, g), reciprocal(new_d), lowest, limit)
+                    if k < FACTORS
+                    else small(found, L, g)
+                )
+                ls, e = best_scale(src, x + nbytes * g, small(found, RMS, g), new_d, near)
+                memory.store_f32(found, NEW_L + 4 * g, ls)
+                error += e
+            if error < best:
+                best, d = error, new_d
+                for g in range(groups):
+                    memory.store_f32(found, L + 4 * g, small(found, NEW_L, g))
+        return d
+
+    return fit_scales
