@@ -216,7 +216,8 @@ def make_pool(type_name: str, planes: bool, is_max: bool):
                     v = vec.splat(np.float32(LOWEST if is_max else 0.0))
                     for ky in range(ky0, ky1):
                         for kx in range(k0):
-                            tap = vec.load_strided(src0, plane + ky * src0_nb[1] + (x + kx) * nb0, step)
+                            at = plane + ky * src0_nb[1] + (x + kx) * nb0
+                            tap = vec.load(src0, at) if step == 4 else vec.load_strided(src0, at, step)
                             v = vec.max(tap, v) if is_max else v + tap
                     if not is_max:
                         v = v / np.float32(k0 * k1)
