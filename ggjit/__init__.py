@@ -32,7 +32,7 @@ _LAZY = {  # name -> the module that is imported when it is first used
     "Tokenizer": "ggjit.llm.tokenizer",
     "GraphAllocator": "ggjit.alloc",
     "TensorAllocator": "ggjit.alloc",
-    "pull": "ggjit.pull",
+    "pull": "ggjit.fetch",
     "jitted": "ggjit.jit",
     "kernel": "ggjit.jit",
 }

@@ -110,6 +110,11 @@ def test_an_op_of_a_notebook_may_be_made_again():
     ).splitlines() == ["True True True", "Op: name must be new, got 'sqr'"]
 
 
+def test_lazy_names_are_no_modules():
+    """The import system sets a module as an attribute of its package, over a function of the same name."""
+    assert not set(gg._LAZY) & {path.stem for path in (ROOT / "ggjit").iterdir()}
+
+
 def test_names_are_listed_for_completion():
     assert {"LLM", "Q4_0", "F32", "mul_mat", "new_node"} <= set(dir(gg))
 

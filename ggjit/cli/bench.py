@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
-    from ggjit.pull import pull
+    from ggjit.fetch import pull
     from ggjit.threadpool import default_threads
 
     path = pull(args.model)

@@ -54,7 +54,7 @@ def _folder(path: Path | None, pattern: str) -> dict[str, Any]:
 
 def collect() -> dict[str, Any]:
     """Everything that `info` shows but the limits."""
-    from ggjit import __version__, cpu, kernel_cache, pull, threadpool
+    from ggjit import __version__, cpu, fetch, kernel_cache, threadpool
 
     name, features = cpu.target()
     threads, why = threadpool.threads_found()
@@ -66,7 +66,7 @@ def collect() -> dict[str, Any]:
         "cpu": {"name": _cpu_name(), "level": cpu.cpu_level(), "llvm_name": name, "features": features.split(",")},
         "threads": {"default": threads, "why": why, "cpus": os.cpu_count()},
         "kernel_cache": _folder(kernel_cache.folder(), "*.o") | {"limit": kernel_cache.LIMIT},
-        "models": _folder(pull.models_folder(), "**/*.gguf"),
+        "models": _folder(fetch.models_folder(), "**/*.gguf"),
     }
 
 

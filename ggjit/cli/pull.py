@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch the model; its path goes to stdout."""
-    from ggjit.pull import pull
+    from ggjit.fetch import pull
 
     print(pull(args.name, progress=not args.no_progress))
     return 0

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate and print; returns the exit status."""
     import ggjit as gg
-    from ggjit.pull import pull
+    from ggjit.fetch import pull
 
     prompt = _prompt(args)
     if prompt is None and not args.chat:

