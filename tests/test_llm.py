@@ -1,5 +1,7 @@
 """Tiny models end to end against llama.cpp's numbers, and what must not change a bit: threads, batches, repacking."""
 
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -151,8 +153,54 @@ def test_an_interrupted_generator_says_so(llm):
 def test_closed_model():
     model = load("llama-headdim")
     model.close()
-    with pytest.raises(ValueError, match="must be open"):
-        model.logits([1])
+    for use in (lambda: model.logits([1]), model.warmup, lambda: model.tokenize("x"), lambda: model.generate("x"),
+                lambda: model.model.file.data("token_embd.weight"), lambda: model.model.file.kv["general.name"]):  # fmt: skip
+        with pytest.raises(ValueError, match="must be open, got a closed one"):
+            use()
+    model.close()
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["1"], [None], [True], [[1, 2]], None, "ab", [1 << 33, 1.0]])
+def test_ids_must_be_whole_numbers(llm, ids):
+    with pytest.raises(TypeError, match="token ids must be a sequence of whole numbers, got dtype"):
+        llm.logits(ids)
+
+
+def test_ids_do_not_wrap_around(llm):
+    for ids in ([1 << 32], [-(1 << 31) - 1], np.array([(1 << 32) + 1])):
+        with pytest.raises(ValueError, match="token ids must fit 32 bits"):
+            llm.logits(ids)
+    assert llm.logits(np.array([1, 2], np.uint16)).shape == (2, llm.model.n_vocab)
+
+
+def test_parameters_of_generate_are_checked(llm):
+    with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):
+        llm.generate("x", -1)
+    with pytest.raises(ValueError, match="a stop text must not be empty"):
+        llm.generate("x", stop=["a", ""])
+    with pytest.raises(ValueError, match="seed must not be negative, got -1"):
+        llm.generate("x", seed=-1)
+    both = ["".join(llm.generate(p, 4, temperature=0)) for p in ("Alice", b"Alice")]
+    assert both[0] == both[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_can_use_a_model_that_another_thread_was_using(llm):
+    llm.logits([1, 2])
+    with llm._lock:  # as in a thread that decodes
+        child = []
+        thread = threading.Thread(target=lambda: child.append(fork_and_generate(llm)))
+        thread.start()
+        thread.join()
+    assert child == [0]
+
+
+def fork_and_generate(llm):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # a deadlock ends the child
+        os._exit(0 if list(llm.raw_tokens([1, 5, 6], 2, gg.llm.Sampler(temperature=0))) else 1)
+    return os.waitpid(pid, 0)[1]
 
 
 def test_bad_options():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +70,15 @@ class Mapping:
         self._advise("MADV_WILLNEED", offset // page * page, min(offset + nbytes, self.size))
 
     def close(self) -> None:
-        """Drop the mapping; it goes when the last array on it goes."""
-        self._map, self.data, self.address = None, np.frombuffer(b"", np.uint8), 0
+        """Drop the mapping; it goes when the last array on it goes. Its bytes cannot be asked for any more."""
+        self._map = None
+        for name in ("data", "address"):
+            self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("data", "address"):
+            raise ValueError(f"Mapping: the file must be open, got a closed one ({self.path})")
+        raise AttributeError(f"'Mapping' object has no attribute {name!r}")
 
     def __enter__(self) -> Mapping:
         return self

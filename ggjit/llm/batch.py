@@ -34,13 +34,24 @@ class Batch:
             first: position of the first one.
             seq: the sequence.
             outputs: "last", "all" or "none".
+
+        Raises:
+            TypeError: the ids are no whole numbers.
+            ValueError: one does not fit 32 bits.
         """
-        n = len(tokens)
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise TypeError(
+                f"Batch: token ids must be a sequence of whole numbers, got dtype {ids.dtype}, shape {ids.shape}"
+            )
+        n = len(ids)
+        if n and not -(1 << 31) <= ids.min() <= ids.max() < 1 << 31:
+            raise ValueError(f"Batch: token ids must fit 32 bits, got {ids.min()} to {ids.max()}")
         output = np.full(n, outputs == "all")
         if outputs == "last" and n:
             output[-1] = True
         pos = np.arange(first, first + n, dtype=np.int32)
-        return cls(np.asarray(tokens, np.int32), pos, np.full(n, seq, np.int32), output)
+        return cls(ids.astype(np.int32), pos, np.full(n, seq, np.int32), output)
 
     @property
     def n_tokens(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_DEFAULT_CTX = 4096
 Message = Mapping[str, str]
+_living: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
 class LLM:
@@ -75,6 +77,7 @@ class LLM:
         self._lock = threading.RLock()
         self._turn = 0  # counts calls that change the cache, so that an interrupted generator notices
         self._closed = False
+        _living.add(self)
 
     # -- text --------------------------------------------------------------------------------------------------------
 
@@ -83,12 +86,13 @@ class LLM:
         """The model's tokenizer, made at its first use."""
         with self._lock:
             if self._tokenizer is None:
+                self._check_open()
                 from ggjit.llm.tokenizer import Tokenizer
 
                 self._tokenizer = Tokenizer.from_gguf(self.model.file)
             return self._tokenizer
 
-    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def tokenize(self, text: str | bytes, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of a text."""
         return self.tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
 
@@ -155,7 +159,7 @@ class LLM:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | bytes | Sequence[int],
         max_tokens: int | None = None,
         *,
         stop: str | Sequence[str] = (),
@@ -171,7 +175,7 @@ class LLM:
         What the prompt shares with the tokens of the call before is not computed again.
 
         Args:
-            prompt: text, or ids.
+            prompt: text, its bytes, or ids.
             max_tokens: most tokens to generate, by default until the context is full.
             stop: texts at which to stop; they are not part of the result.
             temperature: see `Sampler`.
@@ -185,13 +189,17 @@ class LLM:
             An iterator of pieces of text. It ends at an end token, a stop text, `max_tokens` or the context's end.
 
         Raises:
-            ValueError: the prompt is empty or longer than the context.
+            ValueError: the prompt is empty or longer than the context, or a parameter is out of range.
             RuntimeError: another call used the model in between.
         """
         sampler = Sampler(temperature, top_k, top_p, min_p, seed)
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenize(prompt) if isinstance(prompt, (str, bytes)) else list(prompt)
         self._check_prompt(ids)
         stops = [stop] if isinstance(stop, str) else list(stop)
+        if "" in stops:
+            raise ValueError("generate: a stop text must not be empty, got ''; leave it away")
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"generate: max_tokens must not be negative, got {max_tokens}")
         return self._pieces(self.tokens(ids, max_tokens, sampler, on_token), stops)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
@@ -240,10 +248,13 @@ class LLM:
                     raise RuntimeError("generate: the model must not be used by another call in between, got one")
                 logits = self._append([token])
 
-    def _begin(self, ids: Sequence[int]) -> int:
-        """Keep of the cache what it shares with `ids`, and mark the start of a call that changes it."""
+    def _check_open(self) -> None:
         if self._closed:
             raise ValueError("LLM: the model must be open, got a closed one")
+
+    def _begin(self, ids: Sequence[int]) -> int:
+        """Keep of the cache what it shares with `ids`, and mark the start of a call that changes it."""
+        self._check_open()
         same = self.n_shared(ids)
         self.context.cache.remove(0, same)
         del self._ids[same:]
@@ -307,8 +318,9 @@ class LLM:
 
     def warmup(self) -> None:
         """Build a graph of each kind that a conversation may meet, which compiles the kernels that the model needs."""
-        cells = self.context.cache
         with self._lock:
+            self._check_open()
+            cells = self.context.cache
             for n in (1, 2, 3, 4, 6, 8, 64):  # products have a kernel for each of these few columns, and one for many
                 if n <= min(self.n_ctx, self.context.n_ubatch):
                     self.context.graph(n, cells.window(np.arange(n)), 1)
@@ -319,6 +331,8 @@ class LLM:
     def close(self) -> None:
         """Give weights, cache and graphs back. Further calls raise."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._turn += 1
             self._ids = []
@@ -341,3 +355,20 @@ class LLM:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _after_fork() -> None:
+    """In the child, a model that another thread of the parent was using begins anew: that thread is not here."""
+    for llm in list(_living):
+        if llm._lock.acquire(blocking=False):
+            llm._lock.release()
+            continue
+        llm._lock = threading.RLock()
+        llm._turn += 1
+        llm._ids = []
+        if not llm._closed:
+            llm.context.cache.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -33,6 +33,8 @@ class Sampler:
         ):
             if not low <= value <= high:
                 raise ValueError(f"Sampler: {name} must be between {low} and {high}, got {value}")
+        if seed is not None and seed < 0:
+            raise ValueError(f"Sampler: seed must not be negative, got {seed}")
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self.rng = np.random.default_rng(seed)
 
