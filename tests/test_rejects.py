@@ -17,6 +17,7 @@ import ggjit as gg
 from ggjit import ops, types
 from ggjit.dev.cases import nmse, reference_of, values_of
 from ggjit.op import NONE
+from ggjit.ops.lib.convert import is_encodable
 from ggjit.ops.unary import FUNCTIONS
 
 ROWS = json.loads(Path(__file__).with_name("data").joinpath("rejects.json").read_text())
@@ -27,6 +28,7 @@ TAKEN = {
     "swiglu_oai(f16[8x3], None, 1.7, 7.0)": "f16 is gated",
     "swiglu_clamp(bf16[8x3], None, 7.0)": "bf16 is gated",
     "scale(f32[8x3]:r, 2.0)": "rows need only be equally far apart",
+    "cpy(iq2_s[256x2], iq2_s[256x2])": "blocks of one type are moved",
     "mul_mat(q4_0[256x3], f16[256x2])": "activations may be f16",
     "mul_mat(f32[8x3], f16[8x2])": "activations may be f16",
     "rwkv_wkv7(f32[16x1x2], f32[16x1x2], f32[16x1x2], f32[16x1x2], f32[16x1x2], f32[16x1x2], f32[256x1])": "any size",
@@ -44,8 +46,8 @@ def leaf(spec: str, rng: np.random.Generator):
 
     def filled(*dims):
         t = gg.new_tensor(type, *dims)
-        if type.is_quantized and type.quant is None:
-            return t
+        if type.quant is None and type.is_quantized or not is_encodable(type):
+            return t  # zeros
         integers = type.dtype is not None and type.dtype.kind == "i"
         values = rng.integers(5, 9, t.ne[::-1]) if integers else rng.uniform(-1, 1, t.ne[::-1])
         return t.set(values)
