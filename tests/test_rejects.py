@@ -46,7 +46,7 @@ def leaf(spec: str, rng: np.random.Generator):
 
     def filled(*dims):
         t = gg.new_tensor(type, *dims)
-        if type.quant is None and type.is_quantized or not is_encodable(type):
+        if (type.quant is None and type.is_quantized) or not is_encodable(type):
             return t  # zeros
         integers = type.dtype is not None and type.dtype.kind == "i"
         values = rng.integers(5, 9, t.ne[::-1]) if integers else rng.uniform(-1, 1, t.ne[::-1])
