@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ggjit.dev import reference_ops, warm
+
 REFERENCE = os.environ.get("GGJIT_REFERENCE")
+SMALL_CASES = Path(__file__).parent / "data" / "reference"
+MANY = 25  # fewer tests compile what they need themselves
 
 
 def pytest_report_header() -> str:
@@ -26,6 +30,20 @@ def reference() -> Path:
     if not path.is_dir():
         pytest.fail(f"GGJIT_REFERENCE: must name a folder, got {REFERENCE!r}")
     return path
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile what the big tests need before any of them starts a thread: then all CPUs compile."""
+    collected = {Path(item.path).name for item in session.items}
+    kernels = []
+    if session.config.option.collectonly or len(session.items) < MANY:
+        return
+    if "test_ops.py" in collected:
+        kernels += warm.case_kernels()
+    if "test_reference_runner.py" in collected:
+        for path in sorted(SMALL_CASES.glob("*.npz")):
+            kernels += reference_ops.kernels(path, (1, 3))
+    warm.compile_together(kernels)
 
 
 @pytest.hookimpl(trylast=True)

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ggjit.dev.reference_cases import Difference, is_case_file
-from ggjit.dev.reference_ops import Unsupported, run_file
+from ggjit.dev.reference_ops import Unsupported, kernels, run_file
+from ggjit.dev.warm import compile_together
 
 THREADS = (1, 3)
 Job = tuple[str, Callable[[], list[Difference]]]
@@ -79,7 +80,7 @@ def _described(path: Path, threads: Sequence[int], models: Sequence[Path]) -> It
 
 def _find_file(beside: Path, models: Sequence[Path]) -> Path | None:
     """A described file: beside its description, given by name, or fetched by `ggjit pull`."""
-    from ggjit.pull import models_folder
+    from ggjit.fetch import models_folder
 
     fetched = models_folder()
     places = [beside, *(path for path in models if path.name == beside.name)]
@@ -104,6 +105,9 @@ def run_paths(
     """
     tally = Tally()
     progress = sys.stderr.isatty()
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.npz")))]
+    op_files = [file for file in files if file.suffix == ".npz" and is_case_file(file)]
+    compile_together(kernel for file in op_files for kernel in kernels(file, threads))
     for path in paths:
         for name, job in find_jobs(path, threads, models):
             if progress:
