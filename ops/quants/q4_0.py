@@ -31,21 +31,29 @@ from ggjit.ops.quants.quant import (
     register,
     to_blocks,
 )  # fmt: skip
+from ggjit.ops.quants.search import Search, by_chunks, fit_signed
 
 memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q4_0")
 SIZE, NBYTES = 32, 18
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 16)
+SEARCH = Search(size=32, low=-8, high=7, limit=0, n_steps=29, rounds=0)
 
 
-def quantize(x: Floats) -> Bytes:
-    """Quantize rows: d = (the value of largest magnitude) / -8, q = x / d + 8 rounded, at most 15."""
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows: d = (the value of largest magnitude) / -8, q = x / d + 8 rounded, at most 15.
+
+    With an importance matrix, by the search of `ggjit.ops.quants.search`.
+    """
     x = to_blocks(x, SIZE)
-    d = largest(x) / np.float32(-8)
-    with np.errstate(invalid="ignore", over="ignore"):
-        q = np.nan_to_num(x * inverse(d)[..., None] + np.float32(8.5))
-    q = np.clip(q, 0, 15).astype(np.uint8)
-    return np.concatenate([f16_bytes(d), join_nibbles(q)], 2).reshape(len(x), -1)
+    if imatrix is not None:
+        d, q = (v.reshape(*x.shape[:2], *v.shape[1:]) for v in by_chunks(fit_signed, SEARCH, x, imatrix))
+        q = q + np.float32(8)
+    else:
+        d = largest(x) / np.float32(-8)
+        with np.errstate(invalid="ignore", over="ignore"):
+            q = np.clip(np.nan_to_num(x * inverse(d)[..., None] + np.float32(8.5)), 0, 15)
+    return np.concatenate([f16_bytes(d), join_nibbles(q.astype(np.uint8))], 2).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -57,7 +65,7 @@ def dequantize(b: Bytes) -> Floats:
 
 @jitted
 def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize`."""
+    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
     for i in range(n // 32):
         x, y = src_offs + 128 * i, dst_offs + 18 * i
         top = np.float32(0)

@@ -31,22 +31,30 @@ from ggjit.ops.quants.quant import (
     register,
     to_blocks,
 )  # fmt: skip
+from ggjit.ops.quants.search import Search, by_chunks, fit_range
 
 memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q4_1")
 SIZE, NBYTES = 32, 20
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 16)
+SEARCH = Search(size=32, low=0, high=15, limit=0, n_steps=29, rounds=0)
 
 
-def quantize(x: Floats) -> Bytes:
-    """Quantize rows: m = min x, d = (max x - m) / 15, q = (x - m) / d rounded."""
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows: m = min x, d = (max x - m) / 15, q = (x - m) / d rounded.
+
+    With an importance matrix, by the search of `ggjit.ops.quants.search`.
+    """
     x = to_blocks(x, SIZE)
-    m = x.min(2)
-    with np.errstate(invalid="ignore", over="ignore"):
-        d = (x.max(2) - m) / np.float32(15)
-        q = np.nan_to_num((x - m[..., None]) * inverse(d)[..., None] + np.float32(0.5))
-    q = np.clip(q, 0, 15).astype(np.uint8)
-    return np.concatenate([f16_bytes(d), f16_bytes(m), join_nibbles(q)], 2).reshape(len(x), -1)
+    if imatrix is not None:
+        d, m, q = (v.reshape(*x.shape[:2], *v.shape[1:]) for v in by_chunks(fit_range, SEARCH, x, imatrix))
+    else:
+        m = x.min(2)
+        with np.errstate(invalid="ignore", over="ignore"):
+            d = (x.max(2) - m) / np.float32(15)
+            q = np.clip(np.nan_to_num((x - m[..., None]) * inverse(d)[..., None] + np.float32(0.5)), 0, 15)
+    parts = f16_bytes(d), f16_bytes(m), join_nibbles(q.astype(np.uint8))
+    return np.concatenate(parts, 2).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -58,7 +66,7 @@ def dequantize(b: Bytes) -> Floats:
 
 @jitted
 def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize`."""
+    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
     for i in range(n // 32):
         x, y = src_offs + 128 * i, dst_offs + 20 * i
         low = high = memory.load_f32(src, x)

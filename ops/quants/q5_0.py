@@ -33,21 +33,29 @@ from ggjit.ops.quants.quant import (
     register,
     to_blocks,
 )  # fmt: skip
+from ggjit.ops.quants.search import Search, by_chunks, fit_signed
 
 memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q5_0")
 SIZE, NBYTES = 32, 22
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 4 + 16)
+SEARCH = Search(size=32, low=-16, high=15, limit=0, n_steps=29, rounds=0)
 
 
-def quantize(x: Floats) -> Bytes:
-    """Quantize rows: d = (the value of largest magnitude) / -16, q = x / d + 16 rounded, at most 31."""
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows: d = (the value of largest magnitude) / -16, q = x / d + 16 rounded, at most 31.
+
+    With an importance matrix, by the search of `ggjit.ops.quants.search`.
+    """
     x = to_blocks(x, SIZE)
-    d = largest(x) / np.float32(-16)
-    with np.errstate(invalid="ignore", over="ignore"):
-        q = np.nan_to_num(x * inverse(d)[..., None] + np.float32(16.5))
-    q = np.clip(q, 0, 31).astype(np.uint8)
-    return np.concatenate([f16_bytes(d), high_bits.join_five(q)], 2).reshape(len(x), -1)
+    if imatrix is not None:
+        d, q = (v.reshape(*x.shape[:2], *v.shape[1:]) for v in by_chunks(fit_signed, SEARCH, x, imatrix))
+        q = q + np.float32(16)
+    else:
+        d = largest(x) / np.float32(-16)
+        with np.errstate(invalid="ignore", over="ignore"):
+            q = np.clip(np.nan_to_num(x * inverse(d)[..., None] + np.float32(16.5)), 0, 31)
+    return np.concatenate([f16_bytes(d), high_bits.join_five(q.astype(np.uint8))], 2).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -59,7 +67,7 @@ def dequantize(b: Bytes) -> Floats:
 
 @jitted
 def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize`."""
+    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
     for i in range(n // 32):
         x, y = src_offs + 128 * i, dst_offs + 22 * i
         top = np.float32(0)

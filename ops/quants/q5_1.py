@@ -18,7 +18,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import high_bits, search
+from ggjit.ops.quants import high_bits
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -33,21 +33,23 @@ from ggjit.ops.quants.quant import (
     register,
     to_blocks,
 )  # fmt: skip
+from ggjit.ops.quants.search import Search, by_chunks, fit_range
 
 memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q5_1")
 SIZE, NBYTES = 32, 24
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 4 + 16)
-SEARCH = search.Search(size=32, low=0, high=31, limit=0, n_steps=29, rounds=0)
+SEARCH = Search(size=32, low=0, high=31, limit=0, n_steps=29, rounds=0)
 
 
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
-    """Quantize rows: m = min x, d = (max x - m) / 31, q = (x - m) / d rounded; by a search with importance matrix."""
+    """Quantize rows: m = min x, d = (max x - m) / 31, q = (x - m) / d rounded.
+
+    With an importance matrix, by the search of `ggjit.ops.quants.search`.
+    """
     x = to_blocks(x, SIZE)
     if imatrix is not None:
-        d, m, q = (
-            v.reshape(*x.shape[:2], *v.shape[1:]) for v in search.by_chunks(search.fit_range, SEARCH, x, imatrix)
-        )
+        d, m, q = (v.reshape(*x.shape[:2], *v.shape[1:]) for v in by_chunks(fit_range, SEARCH, x, imatrix))
     else:
         m = x.min(2)
         with np.errstate(invalid="ignore", over="ignore"):

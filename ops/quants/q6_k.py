@@ -37,24 +37,30 @@ from ggjit.ops.quants.quant import (
     register,
     to_blocks,
 )  # fmt: skip
+from ggjit.ops.quants.search import Search, by_chunks, fit_scales
 
 memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q6_K")
 SIZE, NBYTES = 256, 210
 QH, SCALES, D = 128, 192, 208
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 128 + 64 + 16 + 2)
+SEARCH = Search(size=16, low=-32, high=31, limit=128, n_steps=19, rounds=1)
 TINY = np.float32(1e-15)  # magnitudes below it count as zero
 STEPS = (0, *range(-9, 0), *range(1, 10))  # candidates: the largest value gets the code -(32 + step / 10)
 
 
-def quantize(x: Floats) -> Bytes:
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows.
 
     The scale of 16 weights is the one of 19 candidates with the least error weighted by x^2, each refined by least
-    squares; scales are then rounded to multiples of d and the codes chosen anew.
+    squares; scales are then rounded to multiples of d and the codes chosen anew. With an importance matrix, by the
+    search of `ggjit.ops.quants.search`.
     """
     x = to_blocks(x, SIZE)
     rows, n = x.shape[:2]
+    if imatrix is not None:
+        d, scales, q = by_chunks(fit_scales, SEARCH, x, imatrix)
+        return _join(q.reshape(rows, n, -1) + np.float32(32), scales.reshape(rows, n, 16), d.reshape(rows, n))
     group = x.reshape(rows, n, 16, 16)
     scale, found = _best_scales(group.reshape(-1, 16))
     scale = scale.reshape(rows, n, 16)
@@ -63,15 +69,23 @@ def quantize(x: Floats) -> Bytes:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         to_code = np.where(zero, 0, np.float32(-128) / top).astype(np.float32)
         d = inverse(to_code)
-        scales = np.minimum(np.rint(to_code[..., None] * scale), 127).astype(np.int8)
+        scales = np.minimum(np.rint(to_code[..., None] * scale), 127)
         step = load_f16(f16_bytes(d)) * scales
         code = np.clip(np.rint(group / step[..., None]), -32, 31)
-    q = np.where(step[..., None] == 0, found.reshape(group.shape), np.nan_to_num(code) + 32).astype(np.uint8)
-    q = q.reshape(rows, n, 2, 4, 32)
+    q = np.where(step[..., None] == 0, found.reshape(group.shape), np.nan_to_num(code) + 32)
+    b = _join(q, scales, d).reshape(rows, n, -1)
+    return np.where(zero[..., None], np.uint8(0), b).reshape(rows, -1)
+
+
+def _join(q: Floats, scales: Floats, d: Floats) -> Bytes:
+    """Rows of blocks of codes + 32, scales and d."""
+    rows, n = d.shape
+    q = q.astype(np.uint8).reshape(rows, n, 2, 4, 32)
     low = q[..., :2, :] & 15 | q[..., 2:, :] << 4
     high = (q >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, dtype=np.uint8)
-    parts = low.reshape(rows, n, -1), high.reshape(rows, n, -1), scales.view(np.uint8), f16_bytes(d)
-    return np.where(zero[..., None], np.uint8(0), np.concatenate(parts, 2)).reshape(rows, -1)
+    scales = scales.astype(np.int8).view(np.uint8)
+    parts = low.reshape(rows, n, -1), high.reshape(rows, n, -1), scales, f16_bytes(d)
+    return np.concatenate(parts, 2).reshape(rows, -1)
 
 
 def _best_scales(x: Floats) -> tuple[Floats, Floats]:
@@ -135,7 +149,7 @@ def best_scale(src, x):
 
 @jitted
 def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize`."""
+    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
     for i in range(n // 256):
         x, y = src_offs + 1024 * i, dst_offs + 210 * i
         for j in range(210):

@@ -37,8 +37,8 @@ SIZE, NBYTES = 32, 34
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 32)
 
 
-def quantize(x: Floats) -> Bytes:
-    """Quantize rows: d = max |x| / 127, q = round(x / d), ties away from zero."""
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows: d = max |x| / 127, q = round(x / d), ties away from zero; the importance matrix has no effect."""
     x = to_blocks(x, SIZE)
     d = np.abs(x).max(2) / np.float32(127)
     with np.errstate(invalid="ignore", over="ignore"):
