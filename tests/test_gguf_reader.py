@@ -171,6 +171,10 @@ WRONG = {
     "block": (gguf([], [tensor("n", (33,), 2, 0)], TEN), 45, "multiple of 32, the block of Q4_0, got [33]"),
     "beyond the end": (gguf([], [tensor("n", (17,), 0, 0)], TEN), 24, "data of 'n' must lie in the file, got 68 bytes"),
     "far offset": (gguf([], [tensor("n", (1,), 0, 1 << 62)], TEN), 24, "data of 'n' must lie in the file"),
+    "overlap": (
+        gguf([], [tensor("n", (16,), 0, 0), tensor("m", (8,), 0, 32)], bytes(64)), 57,
+        "data of 'n' must end before the next begins, got 64 bytes at 96 and 'm' at 128",
+    ),
     "unaligned": (gguf([], [tensor("n", (1,), 0, 4)], TEN), 24, "offset of 'n' must be a multiple of 32, got 4"),
     "unknown type far away": (gguf([], [tensor("n", (1,), 99, 1 << 40)], TEN), 24, "must lie in the file"),
 }  # fmt: skip

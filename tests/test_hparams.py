@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ggjit.errors import GgufError
@@ -46,7 +47,7 @@ def test_scaling():
 
 
 def test_values_per_layer():
-    hp = hparams(**{"attention.head_count_kv": [4, 2], "feed_forward_length": [96, 128]})
+    hp = hparams(**{"attention.head_count_kv": np.array([4, 2]), "feed_forward_length": np.array([96, 128])})
     assert [hp.n_head_kv(0), hp.n_head_kv(1), hp.n_ff(1)] == [4, 2, 128]
 
 
@@ -54,11 +55,19 @@ def test_values_per_layer():
     ("changes", "message"),
     [
         ({"block_count": None}, "'llama.block_count' must be in the file"),
-        ({"block_count": "many"}, r"'llama.block_count' must be a number in \[0, 2\^31\), got 'many'"),
+        ({"block_count": "many"}, r"'llama.block_count' must be a number in \[1, 2\^31\), got 'many'"),
         ({"embedding_length": -1}, "'llama.embedding_length' must be a number"),
         ({"attention.head_count": 0}, "'llama.attention.head_count' must divide 64"),
         ({"attention.head_count": 5}, "'llama.attention.head_count' must divide 64"),
         ({"attention.layer_norm_rms_epsilon": "x"}, "must be a number, got 'x'"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "must be finite as f32, got nan"),
+        ({"attention.layer_norm_rms_epsilon": 1e308}, r"must be finite as f32, got 1e\+308"),
+        ({"attention.layer_norm_rms_epsilon": -1.0}, "must not be negative, got -1.0"),
+        ({"block_count": 0}, r"must be a number in \[1, 2\^31\), got 0"),
+        ({"context_length": 0}, r"must be a number in \[1, 2\^31\), got 0"),
+        ({"embedding_length": np.full(64, 2)}, r"got array\(\[2, 2, [^\n]*\.\.\.$"),
+        ({"attention.head_count": np.array([4.5, 4.5])}, "or one for each of 2 layers, got array"),
+        ({"attention.head_count": np.array([-4, 4])}, "or one for each of 2 layers, got array"),
     ],
 )
 def test_errors(changes, message):
@@ -69,3 +78,20 @@ def test_errors(changes, message):
 def test_unknown_scaling():
     with pytest.raises(GgufError, match="must be none, linear or yarn, got 'su'"):
         Rope.from_hparams(hparams(**{"rope.scaling.type": "su"}))
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 18, 1 << 30])
+def test_rotated_elements(n):
+    with pytest.raises(GgufError, match=rf"'llama.rope.dimension_count' must be even and at most 16, .*, got {n}$"):
+        Rope.from_hparams(hparams(**{"rope.dimension_count": n}))
+
+
+def test_a_scaling_type_that_is_no_text():
+    with pytest.raises(GgufError, match="must be none, linear or yarn, got array"):
+        Rope.from_hparams(hparams(**{"rope.scaling.type": np.array([1, 2])}))
+
+
+@pytest.mark.parametrize("value", [None, 4, np.array([1, 2])])
+def test_the_architecture_must_be_a_text(value):
+    with pytest.raises(GgufError, match="key 'general.architecture' must be a string in the file, got"):
+        Hparams(SimpleNamespace(kv=Kv({**BASE, "general.architecture": value}), path="x.gguf"))

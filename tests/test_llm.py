@@ -5,11 +5,13 @@ import signal
 import threading
 from pathlib import Path
 
+import gguf_bytes
 import numpy as np
 import pytest
 
 import ggjit as gg
 from ggjit.dev.cases import nmse
+from ggjit.gguf import GgufFile
 
 MODELS = Path(__file__).parent / "data" / "models"
 # (file, largest difference of logits, NMSE of traces): what rounding the activations as llama.cpp does may cost
@@ -17,7 +19,9 @@ FLOAT = [("llama-headdim", 1e-4, 1e-9), ("llama-f16", 1e-2, 1e-6), ("llama-bf16"
 
 
 def load(name, **options):
-    return gg.LLM(MODELS / f"{name}.gguf", progress=False, **{"n_ctx": 256, "kv_type": "f32", "n_threads": 2, **options})
+    return gg.LLM(
+        MODELS / f"{name}.gguf", progress=False, **{"n_ctx": 256, "kv_type": "f32", "n_threads": 2, **options}
+    )
 
 
 def reference(name):
@@ -59,7 +63,12 @@ def test_bits_do_not_depend_on_threads_batches_or_repacking(name):
     ids = reference(name)["long_ids"]
     with load(name, n_threads=1) as llm:
         want = llm.logits(ids)
-    for options in ({"n_threads": 2, "n_ubatch": 1}, {"n_threads": 4, "n_ubatch": 7}, {"n_ubatch": 33}, {"repack": False}):
+    for options in (
+        {"n_threads": 2, "n_ubatch": 1},
+        {"n_threads": 4, "n_ubatch": 7},
+        {"n_ubatch": 33},
+        {"repack": False},
+    ):
         with load(name, **options) as llm:
             assert np.array_equal(llm.logits(ids), want), options
 
@@ -153,8 +162,15 @@ def test_an_interrupted_generator_says_so(llm):
 def test_closed_model():
     model = load("llama-headdim")
     model.close()
-    for use in (lambda: model.logits([1]), model.warmup, lambda: model.tokenize("x"), lambda: model.generate("x"),
-                lambda: model.model.file.data("token_embd.weight"), lambda: model.model.file.kv["general.name"]):  # fmt: skip
+    file = model.model.file
+    for use in (
+        lambda: model.logits([1]),
+        model.warmup,
+        lambda: model.tokenize("x"),
+        lambda: model.generate("x"),
+        lambda: file.data("token_embd.weight"),
+        lambda: file.kv["general.name"],
+    ):
         with pytest.raises(ValueError, match="must be open, got a closed one"):
             use()
     model.close()
@@ -208,3 +224,42 @@ def test_bad_options():
         load("llama-headdim", kv_type="q8_0")
     with pytest.raises(ValueError, match="must be positive"):
         load("llama-headdim", n_ubatch=0)
+
+
+def rewritten(path, drop=(), extra=(), **changes):
+    """The tiny model with other metadata and tensors."""
+    source = GgufFile(MODELS / "llama-headdim.gguf")
+    entries, infos, data = [], [], b""
+    for key, value in source.kv.items():
+        kind, content = int(source.kv.value_type(key)), changes.get(key.rpartition(".")[2], value)
+        if kind == gguf_bytes.ARRAY:
+            content = int(source.kv.element_type(key)), [c.item() if hasattr(c, "item") else c for c in content]
+        entries.append(gguf_bytes.entry(key, kind, content))
+    found = source.tensors.values()
+    tensors = {info.name: (info.ne[: info.n_dims], info.type_id, bytes(source.data(info.name))) for info in found}
+    for name, (ne, type_id, content) in (tensors | dict(extra)).items():
+        if name not in drop:
+            infos.append(gguf_bytes.tensor(name, ne, type_id, len(data)))
+            data += content + bytes(-len(content) % 32)
+    path.write_bytes(gguf_bytes.gguf(entries, infos, data))
+    return gg.LLM(path, n_ctx=64, n_threads=1, progress=False)
+
+
+def test_a_file_with_other_tensors_than_the_graph_uses_is_refused(tmp_path):
+    path = tmp_path / "x.gguf"
+    with rewritten(path) as same, load("llama-headdim", n_ctx=64, kv_type="f16") as llm:
+        assert np.array_equal(same.logits([1, 2]), llm.logits([1, 2]))
+    norm = {"blk.0.attn_q_norm.weight": ((4,), 0, bytes(16))}
+    with pytest.raises(gg.GgufError, match=r"got 1 others, first 'blk\.0\.attn_q_norm\.weight'"):
+        rewritten(path, extra=norm)
+    with pytest.raises(gg.GgufError, match=r"the architecture uses, got \d+ others, first 'blk\.1\."):
+        rewritten(path, block_count=1)
+    with pytest.raises(gg.GgufError, match=r"'output_norm\.weight' must be in the file"):
+        rewritten(path, drop=["output_norm.weight"])
+
+
+def test_a_vocabulary_of_another_size_is_refused(tmp_path):
+    tokens = [*GgufFile(MODELS / "llama-headdim.gguf").kv["tokenizer.ggml.tokens"]]
+    for wrong in (tokens[:-1], [*tokens, "more"]):
+        with pytest.raises(gg.GgufError, match=r"tokenizer\.ggml\.tokens must have 509 elements, one a row"):
+            rewritten(tmp_path / "x.gguf", tokens=wrong)

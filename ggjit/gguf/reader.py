@@ -353,6 +353,10 @@ def _place(reader: _Reader, infos: list[TensorInfo], data_offset: int, alignment
             got = f"{nbytes} bytes at {data_offset + info.offset} in a file of {reader.size}"
             raise reader.fail(f"data of {info.name!r} must lie in the file, got {got}", info.info_offset)
         placed[info.name] = info._replace(offset=data_offset + info.offset, nbytes=nbytes)
+    for one, other in pairwise(sorted(placed.values(), key=lambda info: info.offset)):
+        if one.offset + one.nbytes > other.offset:
+            got = f"{one.nbytes} bytes at {one.offset} and {other.name!r} at {other.offset}"
+            raise reader.fail(f"data of {one.name!r} must end before the next begins, got {got}", other.info_offset)
     return placed
 
 

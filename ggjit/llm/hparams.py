@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
+
+from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile
+
+_MAX_F32 = float(np.finfo(np.float32).max)
+
+
+def architecture_of(file: GgufFile) -> str:
+    """The name of a model's architecture.
+
+    Raises:
+        GgufError: the file does not tell it.
+    """
+    value = file.kv.get("general.architecture")
+    if isinstance(value, str):
+        return value
+    raise GgufError(file.path, 0, f"key 'general.architecture' must be a string in the file, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a line that does not get long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Hparams:
@@ -30,10 +54,10 @@ class Hparams:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        self.arch = self._text("general.architecture")
-        self.n_layer = self.count("block_count")
-        self.n_embd = self.count("embedding_length")
-        self.n_ctx_train = self.count("context_length")
+        self.arch = architecture_of(file)
+        self.n_layer = self.count("block_count", least=1)
+        self.n_embd = self.count("embedding_length", least=1)
+        self.n_ctx_train = self.count("context_length", least=1)
         n_head = self.n_head(0)
         if n_head == 0 or ("attention.key_length" not in self and self.n_embd % n_head):
             raise self.fail("attention.head_count", f"must divide {self.n_embd}, the embedding length, got {n_head}")
@@ -41,6 +65,8 @@ class Hparams:
         self.head_dim_v = self.count("attention.value_length", self.n_embd // n_head)
         self.n_rot = self.count("rope.dimension_count", self.head_dim)
         self.eps = self.number("attention.layer_norm_rms_epsilon", 1e-5)
+        if self.eps < 0:
+            raise self.fail("attention.layer_norm_rms_epsilon", f"must not be negative, got {self.eps}")
         self.n_expert = self.count("expert_count", 0)
 
     def __contains__(self, key: str) -> bool:
@@ -51,8 +77,6 @@ class Hparams:
         full = f"{self.arch}.{key}"
         if full in self._file.kv:
             return self._file.kv.fail(full, message)
-        from ggjit.errors import GgufError
-
         return GgufError(self._file.path, 0, f"key {full!r} {message}")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -66,26 +90,20 @@ class Hparams:
             raise self.fail(key, "must be in the file")
         return value
 
-    def _text(self, key: str) -> str:
-        value = self._file.kv.get(key)
-        if not isinstance(value, str):
-            from ggjit.errors import GgufError
-
-            raise GgufError(self._file.path, 0, f"key {key!r} must be a string in the file, got {value!r}")
-        return value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number that is not negative."""
+    def count(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """A whole number that is not below `least`."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
-            raise self.fail(key, f"must be a number in [0, 2^31), got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
+            raise self.fail(key, f"must be a number in [{least}, 2^31), got {_shown(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number."""
+        """A finite number that f32 holds."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.fail(key, f"must be a number, got {value!r}")
+            raise self.fail(key, f"must be a number, got {_shown(value)}")
+        if not math.isfinite(value) or abs(value) > _MAX_F32:
+            raise self.fail(key, f"must be finite as f32, got {value}")
         return value
 
     def per_layer(self, key: str, il: int, default: int | None = None) -> int:
@@ -93,10 +111,12 @@ class Hparams:
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool):
             return self.count(key, default)
-        try:
-            return int(value[il])
-        except (TypeError, IndexError, ValueError):
-            raise self.fail(key, f"must be a number or one for each of {self.n_layer} layers, got {value!r}") from None
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and 0 <= il < len(value):
+            one = int(value[il])
+            if 0 <= one < 1 << 31:
+                return one
+        text = f"must be a number in [0, 2^31) or one for each of {self.n_layer} layers, got {_shown(value)}"
+        raise self.fail(key, text)
 
     def n_head(self, il: int) -> int:
         """Heads of a layer."""

@@ -23,7 +23,7 @@ from ggjit.backend import Buffer, buffer_from_array, tensor_alloc
 from ggjit.backends.cpu import PANEL, pack_tensors
 from ggjit.context import Context, tensor_overhead
 from ggjit.errors import GgufError
-from ggjit.gguf import GgufFile
+from ggjit.gguf import GgufFile, StringArray
 from ggjit.gguf.reader import TensorInfo
 from ggjit.tensor import Tensor, new_tensor
 
@@ -55,6 +55,13 @@ class Loader:
         self.file, self.repack = file, repack
         self.context = Context((2 * len(file.tensors) + 8) * tensor_overhead(), no_alloc=True)
         self.n_vocab = file.info("token_embd.weight").ne[1]
+        tokens = file.kv.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, StringArray) and len(tokens) != self.n_vocab:
+            raise file.kv.fail(
+                "tokenizer.ggml.tokens",
+                f"must have {self.n_vocab} elements, one a row of token_embd.weight, got {len(tokens)}",
+            )
+        self._used: set[str] = set()  # names in the file
         self.buffers: list[Buffer] = []
         self._weights: list[_Weight] = []
 
@@ -97,6 +104,7 @@ class Loader:
             path = self.file.mappings[info.file].path
             raise GgufError(path, info.info_offset, f"tensor {name!r} must have ne {list(full)}, got {list(info.ne)}")
         self.file.data(name)  # its type is a known one
+        self._used.add(name)
         return info
 
     def _header(self, name: str, info: TensorInfo, panel: bool) -> Tensor:
@@ -116,8 +124,16 @@ class Loader:
             progress: show a bar, if stderr is a terminal.
 
         Raises:
+            GgufError: the file has a tensor that the architecture did not ask for; it would compute something else.
             MemoryError: there is not enough memory for the panels.
+
+        Source: llama.cpp's done_getting_tensors.
         """
+        unknown = [info for name, info in self.file.tensors.items() if name not in self._used]
+        if unknown:
+            got = f"{len(unknown)} others, first {unknown[0].name!r}"
+            text = f"tensors must be ones that the architecture uses, got {got}"
+            raise GgufError(self.file.mappings[unknown[0].file].path, unknown[0].info_offset, text)
         in_place = [w for w in self._weights if not w.panel]
         repacked = [w for w in self._weights if w.panel]
         for i, mapping in enumerate(self.file.mappings):

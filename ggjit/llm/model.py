@@ -6,7 +6,7 @@ import os
 
 from ggjit import models
 from ggjit.gguf import GgufFile
-from ggjit.llm.hparams import Hparams
+from ggjit.llm.hparams import Hparams, architecture_of
 from ggjit.llm.loader import Loader
 from ggjit.tensor import Tensor
 
@@ -37,8 +37,7 @@ class Model:
     ) -> None:
         self.path = os.fspath(path)
         self.file = GgufFile(path)
-        kind = self.file.kv.get("general.architecture")
-        cls = models.get(kind if isinstance(kind, str) else repr(kind))
+        cls = models.get(architecture_of(self.file))
         self.hparams = Hparams(self.file)
         loader = Loader(self.file, repack)
         self.architecture = cls(self.hparams, loader)

@@ -42,12 +42,18 @@ class Rope:
         """Read them from metadata.
 
         Raises:
-            GgufError: the scaling type is unknown or its factor is not positive.
+            GgufError: the scaling type is unknown, its factor is not positive, or the number of rotated elements is odd
+                or exceeds a head.
         """
+        if hp.n_rot % 2 or not 0 < hp.n_rot <= hp.head_dim:
+            raise hp.fail(
+                "rope.dimension_count",
+                f"must be even and at most {hp.head_dim}, the elements of a head, got {hp.n_rot}",
+            )
         kind = hp.get(
             "rope.scaling.type", "linear" if "rope.scaling.factor" in hp or "rope.scale_linear" in hp else "none"
         )
-        if kind not in ("none", "linear", "yarn"):
+        if not isinstance(kind, str) or kind not in ("none", "linear", "yarn"):
             raise hp.fail("rope.scaling.type", f"must be none, linear or yarn, got {kind!r}")
         factor = hp.number("rope.scaling.factor", hp.number("rope.scale_linear", 1.0))
         if factor < 0:
