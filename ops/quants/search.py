@@ -82,7 +82,12 @@ def by_chunks(
 
     Returns:
         What `fit` returns, of all blocks.
+
+    Raises:
+        ValueError: the importance matrix is not one number for each column.
     """
+    if imatrix is not None and np.shape(imatrix) != (x.shape[1] * x.shape[2],):
+        raise ValueError(f"quantize: imatrix must have a shape ({x.shape[1] * x.shape[2]},), got {np.shape(imatrix)}")
     groups = x.shape[-1] // s.size
     means = np.square(x).mean((1, 2)).repeat(x.shape[1] * groups)
     x = x.reshape(-1, s.size)
