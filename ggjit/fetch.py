@@ -66,7 +66,7 @@ MODELS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
 def models_folder() -> Path | None:
     """The folder that models are kept in, whether or not it is there; None if the user has no cache."""
     asked = os.environ.get("GGJIT_CACHE_DIR")
-    base = Path(asked).expanduser() if asked else user_cache()
+    base = Path(os.path.expanduser(asked)) if asked else user_cache()
     return base / "models" if base is not None else None
 
 

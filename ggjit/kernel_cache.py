@@ -294,7 +294,7 @@ def user_cache() -> Path | None:
 def folder() -> Path | None:
     """Return the folder of compiled kernels, or None if nothing can be written."""
     asked = os.environ.get("GGJIT_CACHE_DIR")
-    first = Path(asked).expanduser() if asked else user_cache()
+    first = Path(os.path.expanduser(asked)) if asked else user_cache()
     if first is not None and _usable(first):
         return first
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
@@ -308,7 +308,7 @@ def _readable() -> Iterator[Path]:
     if written is not None:
         yield written
     asked = os.environ.get("GGJIT_CACHE_DIR")
-    first = Path(asked).expanduser() if asked else user_cache()
+    first = Path(os.path.expanduser(asked)) if asked else user_cache()
     if first is not None and first != written:
         yield first
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +138,40 @@ def test_info_json(tmp_path, monkeypatch):
     assert facts["kernel_cache"]["path"] == str(tmp_path) and facts["kernel_cache"]["nbytes"] == 100
     assert facts["threads"]["default"] >= 1 and facts["threads"]["why"]
     assert facts["cpu"]["level"] in ("avx512", "avx2", "sse2", "neon")
+
+
+TINY = Path(__file__).parent / "data" / "models" / "llama-headdim.gguf"
+RUN = f"{sys.executable} -m ggjit run {TINY} -n 4 --temp 0 -t 1"
+
+
+def shell(command, **variables):
+    return subprocess.run(command, shell=True, capture_output=True, env={**os.environ, **variables})
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell of its own")
+@pytest.mark.parametrize(
+    "streams",
+    ["-p Alice 0<&-", "-p Alice 1>&-", "-p Alice 2>&-", "-p Alice 0<&- 1>&- 2>&-", "--chat 0<&-", "-f - 0<&-"],
+)
+def test_closed_streams(streams):
+    done = shell(f"{RUN} {streams}")
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell of its own")
+def test_bytes_and_characters_that_no_encoding_has(tmp_path):
+    (tmp_path / "prompt").write_bytes(b"Alice \xff\xfe")
+    for prompt in (f"-f {tmp_path}/prompt", f"-f - < {tmp_path}/prompt"):
+        outs = {e: shell(f"{RUN} {prompt}", PYTHONIOENCODING=e) for e in ("utf-8", "ascii", "latin-1")}
+        for done in outs.values():
+            assert done.returncode == 0 and done.stdout, done.stderr
+        text = outs["utf-8"].stdout.decode()
+        assert outs["ascii"].stdout == text.encode("ascii", "backslashreplace")
+
+
+def test_a_cache_folder_of_no_user_is_no_error(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "ggjit", "info"], capture_output=True, cwd=tmp_path,
+        env={**os.environ, "GGJIT_CACHE_DIR": "~nobody-of-that-name/x"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -93,5 +93,5 @@ def test_a_scaling_type_that_is_no_text():
 
 @pytest.mark.parametrize("value", [None, 4, np.array([1, 2])])
 def test_the_architecture_must_be_a_text(value):
-    with pytest.raises(GgufError, match="key 'general.architecture' must be a string in the file, got"):
+    with pytest.raises(GgufError, match=r"key 'general\.architecture' must be a string in the file, got"):
         Hparams(SimpleNamespace(kv=Kv({**BASE, "general.architecture": value}), path="x.gguf"))

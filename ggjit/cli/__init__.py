@@ -11,7 +11,10 @@ Only the module of the command that was asked for is imported, so `ggjit --help`
 from __future__ import annotations
 
 import argparse
+import codecs
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -80,8 +83,22 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _open_streams() -> None:
+    """Let no text stop a command: closed streams become empty ones, bytes and characters go through somehow."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_RDWR), fd)  # else the next file that is opened gets the number
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            utf8 = codecs.lookup(stream.encoding).name == "utf-8"
+            stream.reconfigure(errors="surrogateescape" if utf8 or stream is sys.stdin else "backslashreplace")
+
+
 def _fail(text: str) -> int:
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     print(f"ggjit: error: {text}", file=sys.stderr)
     return 1
 
@@ -116,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        _open_streams()
         return _run(words)
     except KeyboardInterrupt:
         print(file=sys.stderr)

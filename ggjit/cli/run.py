@@ -72,7 +72,7 @@ def _prompt(args: argparse.Namespace) -> str | None:
         return prompt
     if args.file == "-":
         return sys.stdin.read().removesuffix("\n")
-    with open(args.file, encoding="utf-8") as file:
+    with open(args.file, encoding="utf-8", errors="surrogateescape") as file:  # tokens exist for all bytes
         return file.read().removesuffix("\n")  # what ends the last line is no part of the prompt
 
 
