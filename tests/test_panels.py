@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quant_blocks import blocks
 
 from ggjit import types
 from ggjit.cpu import LEVELS, cpu_level
@@ -34,7 +35,7 @@ def aligned(nbytes):
 def encode(type, x):
     """Rows of f32 as bytes of a type, and the float64 values that they stand for."""
     if type.is_quantized:
-        b = type.quant.quantize(x)
+        b = blocks(type.name, x)
         return b, type.quant.dequantize(b).astype(np.float64)
     if type is types.BF16:
         u = x.view(np.uint32)
@@ -236,8 +237,8 @@ def at_level(level):
 def main():
     """Print errors and hashes of a few products: one tile of 3 columns and the one for many."""
     found = {}
-    for name in ("F16", "BF16", "Q8_0", "Q4_1", "Q6_K"):
-        product = Product(name, 512, 37, 3)
+    for name in ("F16", "BF16", *(t for t in TYPES if t not in FLOATS)):
+        product = Product(name, 512 + (part_of_unit(name) if name not in FLOATS else 0), 37, 3)
         few, many = product.run(3), product.run()
         digests = [hashlib.sha256(x.tobytes()).hexdigest() for x in (few, many)]
         found[name] = error(few, product.want()), *digests

@@ -1,16 +1,16 @@
 """Types whose weights are points of a codebook (`ggjit.ops.quants.grids`) with signs or shifts: IQ1, IQ2 and IQ3.
 
-A type gives, for a file block, codes of 3 or 4 bits: each names one of up to 16 values, sign or shift included. From these
-come the values (weight = d * factor * (2 * scale + 1) * value) and the panel, which holds codes instead of indices: the
-operands are then one byte shuffle away, while indices would need gathers.
+A type gives, for a file block, codes of 3 or 4 bits: each names one of up to 16 values, sign or shift included. From
+these come the values (weight = d * factor * (2 * scale + 1) * value) and the panel, which holds codes instead of
+indices: the operands are then one byte shuffle away, while indices would need gathers.
 
 Panel block: 16 d f16 | 4 pairs of runs, each
 
     scales   4 bits: of the even run in the low, of the odd run in the high halves of one plane; or a plane a run, the
              first 16 weights in the low, the others in the high halves
     codes    of 4 bits: 4 operands a run, k-group g in the low, k-group g + 4 in the high halves
-             of 3 bits: 3 operands a run, operand i with k-group 2 i in bits 0..2 and 2 i + 1 in bits 3..5; bits 6..7 have
-             two bits each of the codes of k-groups 6 and 7
+             of 3 bits: 3 operands a run, operand i with k-group 2 i in bits 0..2 and 2 i + 1 in bits 3..5; bits 6..7
+             have two bits each of the codes of k-groups 6 and 7
 
 Code of blocks is emitted: x is the block's address, runs are numbered from 0 to 7, words are i32 with four codes.
 """
@@ -79,7 +79,7 @@ def no_quantizer(name: str) -> Callable[..., Bytes]:
 
 def with_parity(signs: Bytes) -> Bytes:
     """Seven signs and the eighth, so that an even number of them is set."""
-    return signs | (np.bitwise_count(signs) & 1) << 7
+    return np.bitwise_or(signs, (np.bitwise_count(signs) & 1) << 7, dtype=np.uint8)
 
 
 def sign_of(signs: Bytes) -> Floats:
@@ -269,7 +269,9 @@ def make_panel(book):
         for run in range(2):
             x = _operands(e, w, scale_nbytes + codes_nbytes // 2 * run, code_bits, table)
             n = 8 // per_run
-            parts = [Part(x[n * j : n * (j + 1)], e.fmul(d, scales[per_run * run + j]), offset_shift) for j in range(per_run)]
+            parts = [
+                Part(x[n * j : n * (j + 1)], e.fmul(d, scales[per_run * run + j]), offset_shift) for j in range(per_run)
+            ]
             out.append(parts)
         return out
 

@@ -1,7 +1,7 @@
 """Quantizing to the curve of IQ4_NL and IQ4_XS: the scale of 32 weights, x about scale * CURVE[code].
 
-Candidates map the value of largest magnitude near either end of the curve; the codes that a candidate gives have a scale
-of least squared error, weighted by the importance matrix if there is one.
+Candidates map the value of largest magnitude near either end of the curve; the codes that a candidate gives have a
+scale of least squared error, weighted by the importance matrix if there is one.
 
 NumPy arrays are [32, groups], so that sums add the weights of a group one after the other, as the compiled form does.
 """

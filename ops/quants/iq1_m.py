@@ -4,7 +4,7 @@
 |---|---|
 | 0..31 | low 8 bits of the indices of 32 octets |
 | 32..47 | 4 bits an octet (the low half first): high 3 bits of the index, and 1 for - |
-| 48..55 | 4 words of 16 bits: scales 4 k to 4 k + 3, one for each 16 weights, 3 bits each; bits 4 k of d in the top 4 bits |
+| 48..55 | 4 words of 16 bits: scales 4 k to 4 k + 3, one for each 16 weights, 3 bits each; 4 bits of d above them |
 
 Panel block (1696 bytes): codes of 3 bits, see `ggjit.ops.quants.codebook`.
 """

@@ -5,8 +5,8 @@
 | 0..1 | d, f16 |
 | 2..65 | 8 runs of 32 weights, each 4 indices of octets (a byte each), then a word of 32 bits |
 
-The word has 4 x 7 signs (the eighth makes their number even) in bits 0..27 and the scale in bits 28..31. Values are 8, 25
-and 43. Panel block (1632 bytes): codes of 3 bits, see `ggjit.ops.quants.codebook`.
+The word has 4 x 7 signs (the eighth makes their number even) in bits 0..27 and the scale in bits 28..31. Values are 8,
+25 and 43. Panel block (1632 bytes): codes of 3 bits, see `ggjit.ops.quants.codebook`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 | 4..7 | low 4 bits of the scales: scale r in byte 4 + r / 2, the low half for even r |
 | 8..135 | q, 4 bits: 16 bytes a run of 32, byte k has weight k in the low and weight k + 16 in the high half |
 
-Panel block (2176 bytes): 16 d f16 | 2 x (3 planes of scales, 4 runs of 4 operands): planes 0 to 2 have the scales of runs
-0 to 2 in bits 0..5 and that of run 3 in their top bits; operands as in Q4_0.
+Panel block (2176 bytes): 16 d f16 | 2 x (3 planes of scales, 4 runs of 4 operands): planes 0 to 2 have the scales of
+runs 0 to 2 in bits 0..5 and that of run 3 in their top bits; operands as in Q4_0.
 """
 
 from __future__ import annotations

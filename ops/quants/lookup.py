@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from ggjit.jit import jitted, lazy_module
@@ -12,7 +14,7 @@ emit = lazy_module("ggjit.ops.lib.emit")
 memory = lazy_module("ggjit.ops.lib.memory")
 
 CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # steps grow with the magnitude
-MIDDLES = tuple((a + b) / 2 for a, b in zip(CURVE, CURVE[1:], strict=False))
+MIDDLES = tuple((a + b) / 2 for a, b in itertools.pairwise(CURVE))
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of sign, 2 exponent bits, 1 bit
 E2M1_MIDDLES = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between neighbours of the positive half
 

@@ -1,4 +1,4 @@
-"""MXFP4: 32 weights in 17 bytes, 4.25 bits a weight; weight = 2^(e - 128) * value, the values being twice those of E2M1.
+"""MXFP4: 32 weights in 17 bytes, 4.25 bits a weight; weight = 2^(e - 128) * value, values being twice those of E2M1.
 
 | bytes | content |
 |---|---|

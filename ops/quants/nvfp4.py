@@ -54,8 +54,8 @@ def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     scales = scale_bytes(np.abs(x).max(3) / np.float32(6))
     scale = scale_of(scales)[..., None]
     q = nearest_e2m1(x, scale)
-    q = q[..., :8] | q[..., 8:] << 4
-    return np.concatenate([scales, q.reshape(*q.shape[:2], 32)], 2).reshape(len(x), -1)
+    pairs = np.bitwise_or(q[..., :8], q[..., 8:] << 4, dtype=np.uint8)
+    return np.concatenate([scales, pairs.reshape(*q.shape[:2], 32)], 2).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:

@@ -5,8 +5,8 @@
 | 0..1 | d, f16 |
 | 2..17 | signs: weight k in bit k % 8 of byte 2 + k / 8, 1 for d |
 
-Panel block (576 bytes), of two file blocks: 2 x 16 d f16 | 8 operands: bit r of operand v is run r, k-group v. With q the
-bit, weight = 2 d * q - d.
+Panel block (576 bytes), of two file blocks: 2 x 16 d f16 | 8 operands: bit r of operand v is run r, k-group v. With q
+the bit, weight = 2 d * q - d.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants.quant import Bytes, Floats, Panel, Part, Quant, f16_bytes, from_bytes, load_f16, register, to_blocks
+from ggjit.ops.quants.quant import (
+    Bytes,
+    Floats,
+    Panel,
+    Part,
+    Quant,
+    f16_bytes,
+    from_bytes,
+    load_f16,
+    register,
+    to_blocks,
+)
 
 memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q1_0")

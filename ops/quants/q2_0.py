@@ -45,8 +45,8 @@ def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     d = np.abs(x).max(2)
     with np.errstate(invalid="ignore", over="ignore"):
         q = np.nan_to_num(round_away(x * inverse(d)[..., None]))
-    q = (np.clip(q, -1, 1) + 1).astype(np.uint8).reshape(*d.shape, 16, 4) << SHIFTS
-    return np.concatenate([f16_bytes(d), q.sum(3, dtype=np.uint8)], 2).reshape(len(x), -1)
+    fields = (np.clip(q, -1, 1) + 1).astype(np.uint8).reshape(*d.shape, 16, 4) << SHIFTS
+    return np.concatenate([f16_bytes(d), fields.sum(3, dtype=np.uint8)], 2).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit.jit import jitted, lazy_module
-from ggjit.ops.quants.quant import Bytes, Floats, clamp, inverse, round_away, to_blocks
+from ggjit.ops.quants.quant import Bytes, Floats, inverse, round_away, to_blocks
 from ggjit.ops.quants.two_bits import field_runs
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -38,8 +38,7 @@ def scale_and_inverse(src, x, n):
 @jitted
 def ternary_code(v):
     """0, 1 or 2 for a value that rounds to -1, 0 or 1, ties away from zero."""
-    v = clamp(v, np.float32(-1), np.float32(1))
-    return np.int64(v + np.copysign(np.float32(0.5), v)) + 1
+    return 2 if v >= np.float32(0.5) else (0 if v <= np.float32(-0.5) else 1)
 
 
 def runs(e, w, step):

@@ -18,7 +18,9 @@ def field_runs(e, w, offset, scales, offset_shift=None, minimums=None):
     """The 4 runs of 8 operands.
 
     Args:
-        e, w, offset: where the operands are.
+        e: the Emit.
+        w: address of the panel block.
+        offset: where the operands are.
         scales: f32 of each run.
         offset_shift: as in `Part`, of the values.
         minimums: of each run, or None.
