@@ -16,12 +16,13 @@ memory = lazy_module("ggjit.ops.lib.memory")
 
 def join_five(q: Bytes) -> Bytes:
     """32 values of 5 bits a block to 4 bytes of high bits and 16 of nibbles."""
-    return np.concatenate([np.packbits(q >> 4, axis=-1, bitorder="little"), join_nibbles(q & 15)], -1)
+    return np.concatenate([np.packbits(q >> 4, axis=-1, bitorder="little"), join_nibbles(q & np.uint8(15))], -1)
 
 
 def split_five(b: Bytes) -> Bytes:
     """20 bytes a block to 32 values of 5 bits."""
-    return split_nibbles(b[..., 4:]) | np.unpackbits(b[..., :4], axis=-1, bitorder="little") << 4
+    high = np.unpackbits(b[..., :4], axis=-1, bitorder="little")
+    return split_nibbles(b[..., 4:]) | high << np.uint8(4)
 
 
 @jitted

@@ -44,9 +44,9 @@ fit_pairs = search_rows.make_fit_pairs(SEARCH)
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows, by the search for scales and minimums of `ggjit.ops.quants.search`."""
     rows = len(x)
-    d, dmin, scales, minimums, q = search.by_chunks(search.fit_pairs, SEARCH, to_blocks(x, SIZE), imatrix)
-    scales = scales.astype(np.uint8) | minimums.astype(np.uint8) << 4
-    q = search.join_two_bits(q.astype(np.uint8))
+    d, dmin, fitted, minimums, codes = search.by_chunks(search.fit_pairs, SEARCH, to_blocks(x, SIZE), imatrix)
+    scales = fitted.astype(np.uint8) | minimums.astype(np.uint8) << 4
+    q = search.join_two_bits(codes.astype(np.uint8))
     return np.concatenate([scales, q, f16_bytes(d), f16_bytes(dmin)], 1).reshape(rows, -1)
 
 

@@ -49,12 +49,12 @@ FIELDS = ((0, 4), (2, 16), (3, 8), (5, 32))  # of a quad's groups: log2 of the f
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows, by the search for scales of `ggjit.ops.quants.search`."""
     rows = len(x)
-    d, scales, q = search.by_chunks(search.fit_scales, SEARCH, to_blocks(x, SIZE), imatrix)
-    scales, q = (scales + np.float32(32)).astype(np.uint8), (q + np.float32(4)).astype(np.uint8)
+    d, fitted, codes = search.by_chunks(search.fit_scales, SEARCH, to_blocks(x, SIZE), imatrix)
+    scales, q = (fitted + np.float32(32)).astype(np.uint8), (codes + np.float32(4)).astype(np.uint8)
     high = (q.reshape(-1, 8, 32) >> 2 << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)
     low_scales = scales[:, :8] & 15 | scales[:, 8:] << 4
     high_scales = (scales.reshape(-1, 4, 4) >> 4 << search.PAIRS[:, None]).sum(1, dtype=np.uint8)
-    parts = high, search.join_two_bits(q & 3), low_scales, high_scales, f16_bytes(d)
+    parts = high, search.join_two_bits(q & np.uint8(3)), low_scales, high_scales, f16_bytes(d)
     return np.concatenate(parts, 1).reshape(rows, -1)
 
 

@@ -44,11 +44,11 @@ fit_pairs = search_rows.make_fit_pairs(SEARCH)
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows, by the search for scales and minimums of `ggjit.ops.quants.search`."""
     rows = len(x)
-    d, dmin, scales, minimums, q = search.by_chunks(search.fit_pairs, SEARCH, to_blocks(x, SIZE), imatrix)
-    q = q.astype(np.uint8).reshape(-1, 4, 2, 32)
+    d, dmin, scales, minimums, fitted = search.by_chunks(search.fit_pairs, SEARCH, to_blocks(x, SIZE), imatrix)
+    q = fitted.astype(np.uint8).reshape(-1, 4, 2, 32)
     packed = k_scales.join_scales(scales.astype(np.uint8), minimums.astype(np.uint8))
-    q = (q[:, :, 0] | q[:, :, 1] << 4).reshape(len(d), -1)
-    return np.concatenate([f16_bytes(d), f16_bytes(dmin), packed, q], 1).reshape(rows, -1)
+    joined = (q[:, :, 0] | q[:, :, 1] << 4).reshape(len(d), -1)
+    return np.concatenate([f16_bytes(d), f16_bytes(dmin), packed, joined], 1).reshape(rows, -1)
 
 
 def dequantize(b: Bytes) -> Floats:

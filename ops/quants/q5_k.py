@@ -47,12 +47,12 @@ fit_pairs = search_rows.make_fit_pairs(SEARCH)
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows, by the search for scales and minimums of `ggjit.ops.quants.search`."""
     rows = len(x)
-    d, dmin, scales, minimums, q = search.by_chunks(search.fit_pairs, SEARCH, to_blocks(x, SIZE), imatrix)
-    q = q.astype(np.uint8)
-    scales = k_scales.join_scales(scales.astype(np.uint8), minimums.astype(np.uint8))
+    d, dmin, scales, minimums, fitted = search.by_chunks(search.fit_pairs, SEARCH, to_blocks(x, SIZE), imatrix)
+    q = fitted.astype(np.uint8)
+    packed = k_scales.join_scales(scales.astype(np.uint8), minimums.astype(np.uint8))
     high = (q >> 4 << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)
     low = (q[:, 0::2] & 15 | (q[:, 1::2] & 15) << 4).reshape(len(d), -1)
-    return np.concatenate([f16_bytes(d), f16_bytes(dmin), scales, high, low], 1).reshape(rows, -1)
+    return np.concatenate([f16_bytes(d), f16_bytes(dmin), packed, high, low], 1).reshape(rows, -1)
 
 
 def dequantize(b: Bytes) -> Floats:

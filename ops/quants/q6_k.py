@@ -80,11 +80,10 @@ def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
 def _join(q: Floats, scales: Floats, d: Floats) -> Bytes:
     """Rows of blocks of codes + 32, scales and d."""
     rows, n = d.shape
-    q = q.astype(np.uint8).reshape(rows, n, 2, 4, 32)
-    low = q[..., :2, :] & 15 | q[..., 2:, :] << 4
-    high = (q >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, dtype=np.uint8)
-    scales = scales.astype(np.int8).view(np.uint8)
-    parts = low.reshape(rows, n, -1), high.reshape(rows, n, -1), scales, f16_bytes(d)
+    coded = q.astype(np.uint8).reshape(rows, n, 2, 4, 32)
+    low = coded[..., :2, :] & 15 | coded[..., 2:, :] << 4
+    high = (coded >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, dtype=np.uint8)
+    parts = low.reshape(rows, n, -1), high.reshape(rows, n, -1), scales.astype(np.int8).view(np.uint8), f16_bytes(d)
     return np.concatenate(parts, 2).reshape(rows, -1)
 
 

@@ -62,6 +62,12 @@ def tenths(k: int) -> np.float32:
     return np.float32(0.1) * np.float32(-(k // 2) - 1 if k % 2 else k // 2)
 
 
+def divided(s: Search, span: Floats, k: int) -> Floats:
+    """Step of candidate k, of which `high` and some tenths make the span of a group's values."""
+    step: Floats = span / (np.float32(s.high) + tenths(k))
+    return step
+
+
 def round_f16(x: Floats) -> Floats:
     """Values as f16 holds them; those beyond its range become its largest."""
     return np.clip(x, -LARGEST, LARGEST).astype(np.float16).astype(np.float32)
@@ -155,7 +161,7 @@ def _fit_group(s: Search, x: Floats, w: Floats) -> tuple[Floats, Floats]:
     scale, minimum = np.zeros_like(span), np.float32(0) - low
     best = total(w * np.square(low - x))
     for k in range(s.n_steps):
-        q = codes(x, span / (np.float32(s.high) + tenths(k)), -low, 0, s.high)
+        q = codes(x, divided(s, span, k), -low, 0, s.high)
         wq = w * q
         sums = sum_w, sum_x, total(wq), total(wq * q), total(wq * x)
         a, m = _least_squares(*sums)
@@ -317,7 +323,7 @@ def fit_range(s: Search, x: Floats, w: Floats) -> tuple[Floats, ...]:
     d, m = np.zeros_like(span), round_f16(_share(sum_x, sum_w, low))
     best = total(w * np.square(m - x))
     for k in range(s.n_steps):
-        new_d, new_m = span / (np.float32(s.high) + tenths(k)), low
+        new_d, new_m = divided(s, span, k), low
         for _ in range(TWICE):
             q = codes(x, new_d, -new_m, 0, s.high)
             wq = w * q
@@ -345,4 +351,5 @@ def join_two_bits(q: Bytes) -> Bytes:
 
 def split_two_bits(b: Bytes) -> Bytes:
     """64 bytes a block [rows, blocks, 64] to 256 values of 2 bits [rows, blocks, 16, 16]."""
-    return (b.reshape(*b.shape[:2], 2, 1, 32) >> PAIRS[:, None] & 3).reshape(*b.shape[:2], 16, 16)
+    q = b.reshape(*b.shape[:2], 2, 1, 32) >> PAIRS[:, None] & np.uint8(3)
+    return q.reshape(*b.shape[:2], 16, 16)
