@@ -186,13 +186,14 @@ def _check_memory(node: Tensor) -> None:
         buffer = None if root is None else root.buffer
         if root is not None and buffer is not None and not buffer.type.is_host and i - 1 not in node.op.packed:
             raise NotImplementedError(
-                f"{node.op.name}: '{root.name}' must lie in host memory, got a {buffer.type.name} buffer ('{node.name}'); "
-                "load with repack=False"
+                f"{node.op.name}: '{root.name}' must lie in host memory, got a {buffer.type.name} buffer "
+                f"('{node.name}'); load with repack=False"
             )
     written = node.view_src
     if written is not None and not written.bytes().flags.writeable:
         raise ValueError(
-            f"{node.op.name}: the bytes written to must be writable, got read-only memory of '{written.name}' ('{node.name}')"
+            f"{node.op.name}: the bytes written to must be writable, got read-only memory of '{written.name}' "
+            f"('{node.name}')"
         )
 
 

@@ -113,8 +113,8 @@ class Tensor:
     @property
     def buffer(self) -> Buffer | None:
         """The buffer that holds the data, None for data in an arena or in an array."""
-        found = self.context.kept.get(int(_I64.unpack_from(self.context.buffer, self.offset + BUFFER_AT)[0]))
-        return found  # type: ignore[no-any-return]
+        found: Buffer | None = self.context.kept.get(_I64.unpack_from(self.context.buffer, self.offset + BUFFER_AT)[0])
+        return found
 
     @buffer.setter
     def buffer(self, buffer: Buffer | None) -> None:
@@ -330,7 +330,8 @@ class Tensor:
             (*self.nb[::-1], 1),
         )
         rows = np.ascontiguousarray(blocks).reshape(self.nrows, -1)
-        return _quant(self.type).dequantize(rows).reshape(shape)
+        values = _quant(self.type).dequantize(rows)
+        return np.asarray(values).reshape(shape)
 
     def set(self, values: ArrayLike) -> Tensor:
         """Write values, converting to the tensor's type; a scalar fills.
@@ -424,8 +425,8 @@ def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
         return NotImplemented
     value = float(b)
     if name in ("mul", "div"):
-        return ops.scale_bias(a, value if name == "mul" else 1.0 / value, 0.0)  # type: ignore[no-any-return]
-    return ops.scale_bias(a, 1.0, value if name == "add" else -value)  # type: ignore[no-any-return]
+        return ops.scale_bias(a, value if name == "mul" else 1.0 / value, 0.0)
+    return ops.scale_bias(a, 1.0, value if name == "add" else -value)
 
 
 def _quant(type: Type) -> Any:
