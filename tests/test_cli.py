@@ -175,3 +175,20 @@ def test_a_cache_folder_of_no_user_is_no_error(tmp_path):
         env={**os.environ, "GGJIT_CACHE_DIR": "~nobody-of-that-name/x"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_a_conversation_longer_than_the_context_loses_its_oldest_turns(capsys):
+    from types import SimpleNamespace
+
+    from ggjit.cli.run import _fit
+
+    llm = SimpleNamespace(
+        n_ctx=40,
+        render_chat=lambda messages: "".join(m["content"] for m in messages),
+        tokenize=lambda text, add_special: list(text.encode()),
+    )
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    messages = [{"role": r, "content": c * 10} for r, c in zip(roles, "Sabcde", strict=True)]
+    assert bytes(_fit(llm, messages)) == b"S" * 10 + b"e" * 10  # 40 tokens would leave no room for an answer
+    assert [m["content"][0] for m in messages] == ["S", "e"]
+    assert "oldest turns dropped" in capsys.readouterr().err

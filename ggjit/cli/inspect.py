@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print metadata, tensors and totals by type."""
-    with GgufFile(args.file) as file:
+    from ggjit.fetch import pull
+
+    with GgufFile(pull(args.file)) as file:
         if args.json:
             print(json.dumps(collect(file), indent=1, allow_nan=False))
         else:

@@ -84,10 +84,25 @@ def _chat(llm: LLM, args: argparse.Namespace, prompt: str | None, report: _Repor
         if text is None:
             return
         messages.append({"role": "user", "content": text})
-        ids = llm.tokenize(llm.render_chat(messages), add_special=False)
+        ids = _fit(llm, messages)
         messages.append({"role": "assistant", "content": report.turn(llm, ids, args)})
         if prompt is not None:
             return
+
+
+def _fit(llm: LLM, messages: list[dict[str, str]]) -> list[int]:
+    """Ids of a conversation; where it has become longer than the context, without its oldest turns."""
+    first = 1 if messages[0]["role"] == "system" else 0
+    n_dropped = 0
+    while True:
+        ids = llm.tokenize(llm.render_chat(messages), add_special=False)
+        if len(ids) < llm.n_ctx or len(messages) - first < 3:  # the last message must fit, or generate says so
+            break
+        del messages[first : first + 2]
+        n_dropped += 1
+    if n_dropped:
+        print(f"the context is full: {n_dropped} of the oldest turns dropped", file=sys.stderr)
+    return ids
 
 
 def _ask() -> str | None:

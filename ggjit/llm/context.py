@@ -172,7 +172,14 @@ class DecodeContext:
         n_cells = (n_ctx + PAD - 1) // PAD * PAD
         k_rows = [hp.head_dim * hp.n_head_kv(il) for il in range(hp.n_layer)]
         v_rows = [hp.head_dim_v * hp.n_head_kv(il) for il in range(hp.n_layer)]
-        self.cache = KVCache(n_cells, kv_type, k_rows, v_rows)
+        try:
+            self.cache = KVCache(n_cells, kv_type, k_rows, v_rows)
+        except MemoryError:
+            size = kv_type.type_size * n_cells * (sum(k_rows) + sum(v_rows))
+            raise MemoryError(
+                f"DecodeContext: the KV cache of {n_ctx} tokens must fit the memory, got {size / 2**30:.1f} GiB; "
+                "give a smaller n_ctx"
+            ) from None
         self.allocator = GraphAllocator(host_buffer_type())
         self._graphs: OrderedDict[tuple[int, int, int], DecodeGraph] = OrderedDict()
 
