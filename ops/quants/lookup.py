@@ -11,7 +11,6 @@ from ggjit.ops.quants.nibbles import load_nibbles
 from ggjit.ops.quants.quant import Bytes, Floats
 
 emit = lazy_module("ggjit.ops.lib.emit")
-memory = lazy_module("ggjit.ops.lib.memory")
 
 CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # steps grow with the magnitude
 MIDDLES = tuple((a + b) / 2 for a, b in itertools.pairwise(CURVE))

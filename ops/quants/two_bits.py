@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ggjit.jit import jitted, lazy_module
+from ggjit.jit import jitted
 from ggjit.ops.quants.quant import Part
-
-memory = lazy_module("ggjit.ops.lib.memory")
 
 
 @jitted
