@@ -97,6 +97,7 @@ def group_norm_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work,
     n, n_rows, n_channels, n_groups = dst_ne[0], dst_ne[1], dst_ne[2], np.int64(op_params[0])
     eps, slot = np.float64(memory.f32_from_bits(op_params[1])), COUNTER_LINE + 4 * n * ith
     size = (n_channels + n_groups - 1) // n_groups
+    n_groups = (n_channels + size - 1) // size  # the others have no channels
     all_groups = n_groups * dst_ne[3]
     for group in range(all_groups * ith // nth, all_groups * (ith + 1) // nth):
         i3, first = group // n_groups, group % n_groups * size
@@ -246,6 +247,7 @@ def _cases():
 
     GROUP_NORM.case("even groups")(lambda t: group_norm(t("F32", 8, 6, 12, 2), 4, 1e-6))
     GROUP_NORM.case("smaller last group")(lambda t: group_norm(t("F32", 7, 3, 10), 3, 1e-5))
+    GROUP_NORM.case("many empty groups")(lambda t: group_norm(t("F32", 7, 3, 6), 1 << 30, 1e-5))
     GROUP_NORM.case("empty last group")(lambda t: group_norm(t("F32", 7, 3, 6), 4, 1e-5))
     GROUP_NORM.case("one group")(lambda t: group_norm(t("F32", 37, 4, 6, low=4, high=6), 1, 1e-5))
     GROUP_NORM.case("one channel each")(lambda t: group_norm(t("F32", 5, 1, 8), 8, 1e-5))

@@ -196,10 +196,12 @@ def im2col_3d_back(a: Tensor, b: Tensor, ne: Dims, n_channels: int, s0: int, s1:
         f32 of shape `ne`.
 
     Raises:
-        ValueError: `a` has not the shape of im2col_3d's result.
+        ValueError: `a` has not the shape of im2col_3d's result, or `n_channels` does not divide `ne[3]`.
         TypeError: `a` is not f32.
     """
     require_type("im2col_3d_back", "a", a, types.F32)
+    fits = n_channels > 0 and ne[3] % n_channels == 0
+    require("im2col_3d_back", fits, f"the {n_channels} channels must divide those of the volume {list(ne)}", a, b)
     ow, oh, od = _sizes_3d("im2col_3d_back", b, b, ne, ((s0, p0, d0), (s1, p1, d1), (s2, p2, d2)))
     want = (n_channels * b.ne[2] * b.ne[1] * b.ne[0], ow, oh, od * (ne[3] // n_channels))
     require("im2col_3d_back", a.ne == want, f"a must have ne {list(want)} for a volume {list(ne)}", a, b)

@@ -103,3 +103,11 @@ def conv_2d(a, b, s0=1):
 def test_checks(error):
     with pytest.raises((ValueError, TypeError), match=error):
         REFUSED[error]()
+
+
+@pytest.mark.parametrize("n_channels", [0, -1, 4])
+def test_channels_of_a_volume(n_channels):
+    with gg.Context(1 << 16):
+        a, b = gg.new_tensor(gg.F32, 8, 1, 1, 1), gg.new_tensor(gg.F32, 2, 2, 2, 1)
+        with pytest.raises(ValueError, match=r"im2col_3d_back: the .* channels must divide those of the volume"):
+            gg.im2col_3d_back(a, b, (2, 2, 2, 3), n_channels, 1, 1, 1, 0, 0, 0, 1, 1, 1)

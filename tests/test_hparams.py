@@ -95,3 +95,9 @@ def test_a_scaling_type_that_is_no_text():
 def test_the_architecture_must_be_a_text(value):
     with pytest.raises(GgufError, match=r"key 'general\.architecture' must be a string in the file, got"):
         Hparams(SimpleNamespace(kv=Kv({**BASE, "general.architecture": value}), path="x.gguf"))
+
+
+@pytest.mark.parametrize("base", [0.0, -1.0])
+def test_the_base_of_angles_is_positive(base):
+    with pytest.raises(GgufError, match=rf"'llama\.rope\.freq_base' must be positive, got {base}"):
+        Rope.from_hparams(hparams(**{"rope.freq_base": base}))

@@ -76,6 +76,23 @@ def test_sin_cos_log_power():
         assert abs(angles.log(x) - math.log(x)) <= 4e-16 * max(1, abs(math.log(x)))
         assert abs(angles.power(x, -2 / 64) / x ** (-2 / 64) - 1) < 1e-15
     assert abs(angles.power(10000.0, -1.0) * 10000 - 1) < 1e-14 and angles.power(1.0, -0.5) == 1
+    assert angles.log(0.0) == -math.inf and angles.log(math.inf) == math.inf
+    assert math.isnan(angles.log(-1.0)) and math.isnan(angles.log(math.nan)) and math.isnan(angles.power(-1.0, 0.5))
+    assert angles.power(0.0, -0.5) == math.inf and angles.power(0.0, 0.5) == 0 and angles.power(10.0, 1e300) == math.inf
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"freq_base": 0.0}, {"freq_base": -1.0}, {"freq_base": math.inf}, {"freq_base": math.nan}, {"n_ctx_orig": 0},
+     {"beta_fast": 0.0}, {"freq_scale": 0.0}],
+)  # fmt: skip
+def test_parameters_that_make_no_angles_end(changes):
+    names = ("n_ctx_orig", "freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
+    yarn = dict(zip(names, (64, 1e4, 0.5, 1.0, 1.0, 32.0, 1.0), strict=True))
+    x, positions = np.ones((2, 1, 8), np.float32), np.int32([0, 5])
+    for values in ({**yarn, **changes}, {**yarn, "ext_factor": 0.0, **changes}):
+        y = compute(lambda v=values: ops.rope_ext(gg.from_numpy(x), gg.from_numpy(positions), None, 8, 0, *v.values()))
+        assert y.shape == (1, 2, 1, 8)
 
 
 def test_position_zero_changes_nothing_and_the_rest_is_copied():

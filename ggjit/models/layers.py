@@ -42,7 +42,7 @@ class Rope:
         """Read them from metadata.
 
         Raises:
-            GgufError: the scaling type is unknown, its factor is not positive, or the number of rotated elements is odd
+            GgufError: the scaling type is unknown, its factor or the base is not positive, or the number of rotated elements is odd
                 or exceeds a head.
         """
         if hp.n_rot % 2 or not 0 < hp.n_rot <= hp.head_dim:
@@ -58,6 +58,8 @@ class Rope:
         factor = hp.number("rope.scaling.factor", hp.number("rope.scale_linear", 1.0))
         if factor < 0:
             raise hp.fail("rope.scaling.factor", f"must be positive, got {factor}")
+        if hp.number("rope.freq_base", 10000.0) <= 0:
+            raise hp.fail("rope.freq_base", f"must be positive, got {hp.number('rope.freq_base')}")
         return cls(
             n_dims=hp.n_rot,
             mode=mode,

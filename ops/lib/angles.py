@@ -40,7 +40,9 @@ def sin_cos(x):
 
 @jitted
 def log(x):
-    """Natural logarithm of a float64 > 0, by its series in (m - 1) / (m + 1)."""
+    """Natural logarithm of a float64, by its series in (m - 1) / (m + 1); -inf of 0, NaN of what is below."""
+    if not 0.0 < x < np.inf:  # halving and doubling would not end
+        return x if x > 0.0 else -np.inf if x == 0.0 else np.nan
     e = 0.0
     while x >= 1.5:
         x *= 0.5
@@ -57,8 +59,10 @@ def log(x):
 
 @jitted
 def power(base, exponent):
-    """base ** exponent of float64, base > 0."""
+    """base ** exponent of float64; NaN of a base below 0."""
     x = exponent * log(base)
+    if not -1500.0 < x < 1500.0:  # far outside float64: no loop over all those powers of 2
+        return np.inf if x > 0.0 else 0.0 if x < 0.0 else np.nan
     n = np.int64(x / LN2 + (0.5 if x >= 0 else -0.5))
     r = x - np.float64(n) * LN2
     total = 1.0
