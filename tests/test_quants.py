@@ -121,3 +121,14 @@ def test_bytes_as_ggml(name, reference):
             assert np.array_equal(q, arrays["q"]), (case.id, meta["pattern"])
         else:
             assert np.array_equal(quant.dequantize(q), arrays["y"]), (case.id, meta["pattern"])
+
+
+def test_q8_0_rounds_what_is_just_below_a_half_down():
+    x = np.zeros((1, 32), np.float32)
+    x[0, 0], x[0, 1], x[0, 2] = 127, np.nextafter(np.float32(0.5), np.float32(0)), 0.5
+    quant = types.by_name("Q8_0").quant
+    want = quant.quantize(x)
+    assert want[0, 2:5].view(np.int8).tolist() == [127, 0, 1]
+    got = np.zeros(34, np.uint8)
+    quant.quantize_row.njit(x.view(np.uint8).reshape(-1), 0, got, 0, 32)
+    assert got.tolist() == want[0].tolist()

@@ -37,6 +37,9 @@ SIZE, NBYTES = 32, 34
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 32)
 
 
+BELOW_HALF = np.float32(0.49999997)  # added to the float32 below 1/2 the sum must stay below 1
+
+
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
     """Quantize rows: d = max |x| / 127, q = round(x / d), ties away from zero; the importance matrix has no effect."""
     x = to_blocks(x, SIZE)
@@ -67,7 +70,7 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
         memory.store_f16(dst, y, d)
         for j in range(32):
             v = clamp(memory.load_f32(src, x + 4 * j) * scale, np.float32(-128), np.float32(127))
-            memory.store_i8(dst, y + 2 + j, np.int64(v + np.copysign(np.float32(0.5), v)))
+            memory.store_i8(dst, y + 2 + j, np.int64(v + np.copysign(BELOW_HALF, v)))
 
 
 @emitted("src dst n")
