@@ -215,6 +215,7 @@ class Executable:
     """
 
     def __init__(self, graph: Graph, n_threads: int, lowering: Lowering, work_context: Context | None) -> None:
+        from ggjit.adaptive import Adaptive
         from ggjit.jit import compile_all
         from ggjit.program import Program
 
@@ -241,6 +242,7 @@ class Executable:
         self.rows: NDArray[np.int64] = rows
         _set_barriers(self.steps, rows, (self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes))
         self._program = Program(rows)
+        self._adaptive = Adaptive(self._program)
         self._addresses = [t.data for t in [*graph.leafs, *graph.nodes]]
 
     def is_stale(self) -> bool:
@@ -262,7 +264,7 @@ class Executable:
 
         pool = get_pool(self.n_threads)
         if callback is None:
-            failed = self._program.run(pool)
+            failed = self._adaptive.run(pool)
             if failed is not None:
                 raise self.error(*failed)
             return

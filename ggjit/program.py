@@ -115,7 +115,7 @@ def run_rows(state, ith, job):  # type: ignore[no-untyped-def]
 
 @jitted
 def run_alone(state):  # type: ignore[no-untyped-def]
-    """A job of a pool of one thread."""
+    """A job that the calling thread does by itself."""
     rows, last, times = shared.load(state + ROWS), shared.load(state + LAST), shared.load(state + TIMES)
     for i in range(shared.load(state + FIRST), last):
         row = rows + _ROW * i
@@ -130,11 +130,8 @@ def run_alone(state):  # type: ignore[no-untyped-def]
 
 
 @jitted
-def give_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
-    """Hand a job to the workers and return its number; `last` < 0 tells them to end.
-
-    Only one job is out at a time: all threads have met at its last row when the next is published.
-    """
+def note_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
+    """Write a job into the state; the workers look at it when its number is published."""
     nth = shared.load(state + THREADS)
     for ith in range(nth):
         shared.store(state + FAILURES + LINE * ith, 0)
@@ -143,6 +140,15 @@ def give_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     shared.store_atomic(state + FIRST, first)
     shared.store_atomic(state + LAST, last)
     shared.store_atomic(state + TIMES, times)
+
+
+@jitted
+def give_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
+    """Hand a job to the workers and return its number; `last` < 0 tells them to end.
+
+    Only one job is out at a time: all threads have met at its last row when the next is published.
+    """
+    note_job(state, rows, first, last, times)
     if first < last:
         zero_counter(rows + _ROW * first)
     job = shared.fetch_add(state + JOB, 1) + 1
@@ -152,24 +158,45 @@ def give_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
 
 
 @jitted
-def take_part(state, job):  # type: ignore[no-untyped-def]
-    """The calling thread's share of the published job, as thread 0. Returns DONE, FAILURE or ABORTED."""
+def begin(state):  # type: ignore[no-untyped-def]
+    """Note the time at which thread 0 begins, where times are wanted."""
     times = shared.load(state + TIMES)
     if times:
         shared.store(times + 8 * shared.load(state + FIRST), shared.ticks())
+
+
+@jitted
+def outcome(state):  # type: ignore[no-untyped-def]
+    """DONE, FAILURE or ABORTED."""
+    if shared.load_atomic(state + FAILED) != 0:
+        return FAILURE
+    return ABORTED if shared.load_atomic(state + ABORT) != 0 else DONE
+
+
+@jitted
+def take_part(state, job):  # type: ignore[no-untyped-def]
+    """The calling thread's share of the published job, as thread 0. Returns DONE, FAILURE or ABORTED."""
+    begin(state)
     if shared.load(state + THREADS) == 1:
         run_alone(state)
     elif shared.load(state + FIRST) < shared.load(state + LAST):
         run_rows(state, 0, job)
-    if shared.load_atomic(state + FAILED) != 0:
-        return FAILURE
-    return ABORTED if shared.load_atomic(state + ABORT) != 0 else DONE
+    return outcome(state)
 
 
 @words
 def execute(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     """Publish a job and take part in it: one call, so that the GIL is not needed in between."""
     return take_part(state, give_job(state, rows, first, last, times))
+
+
+@words
+def execute_alone(state, rows, first, last, times):  # type: ignore[no-untyped-def]
+    """Do a job without the workers: no job is published, they stay where they are."""
+    note_job(state, rows, first, last, times)
+    begin(state)
+    run_alone(state)
+    return outcome(state)
 
 
 @words
@@ -190,7 +217,7 @@ def read_ticks(_):  # type: ignore[no-untyped-def]
     return shared.ticks()
 
 
-COMPILED: tuple[Words, ...] = (execute, publish, run, read_ticks)
+COMPILED: tuple[Words, ...] = (execute, execute_alone, publish, run, read_ticks)
 
 
 @functools.cache
@@ -226,8 +253,8 @@ class Program:
             )
         self.rows = rows
 
-    def run(self, pool: Pool, first: int = 0, last: int | None = None) -> tuple[int, int] | None:
-        """Run rows first to last on all threads of the pool.
+    def run(self, pool: Pool, first: int = 0, last: int | None = None, alone: bool = False) -> tuple[int, int] | None:
+        """Run rows first to last on all threads of the pool, or on the calling thread `alone`.
 
         Returns:
             None, or (row, status) of the first row that failed, with the smallest status of any thread.
@@ -238,7 +265,7 @@ class Program:
         last = len(self.rows) if last is None else last
         if not 0 <= first <= last <= len(self.rows):
             raise ValueError(f"Program.run: rows must be within 0 to {len(self.rows)}, got {first} to {last}")
-        return pool.execute(self.rows.ctypes.data, first, last, 0)
+        return pool.execute(self.rows.ctypes.data, first, last, 0, alone)
 
     def time(self, pool: Pool) -> NDArray[np.int64]:
         """Run all rows and return the nanoseconds of each on thread 0, barriers included.

@@ -116,8 +116,10 @@ class Pool:
                 self._parked.append(sleep)
             sleep.acquire()
 
-    def execute(self, rows: int, first: int, last: int, times: int) -> tuple[int, int] | None:
+    def execute(self, rows: int, first: int, last: int, times: int, alone: bool = False) -> tuple[int, int] | None:
         """Run rows (by address) on all threads; see Program.run. Waits while another thread runs a program.
+
+        `alone` leaves the workers where they are: the calling thread does everything, with the same bits.
 
         No rows are no job: without a barrier at its end a worker could still be on its way to it when the next one is
         published, and would run that one twice.
@@ -126,7 +128,10 @@ class Pool:
             return None
         with self._busy:
             self._words[ABORT // 8] = 0
-            result = self._job(rows, first, last, times)
+            if alone:
+                result = program.execute_alone(self._state, rows, first, last, times)
+            else:
+                result = self._job(rows, first, last, times)
             if result == program.FAILURE:
                 return self._failure()
         if result == program.ABORTED:

@@ -42,7 +42,8 @@ class Rope:
         """Read them from metadata.
 
         Raises:
-            GgufError: the scaling type is unknown, its factor or the base is not positive, or the number of rotated elements is odd
+            GgufError: the scaling type is unknown, its factor or the base is not positive, or an odd number of elements
+                rotates
                 or exceeds a head.
         """
         if hp.n_rot % 2 or not 0 < hp.n_rot <= hp.head_dim:
