@@ -15,6 +15,20 @@ SMALL_CASES = Path(__file__).parent / "data" / "reference"
 MANY = 25  # fewer tests compile what they need themselves
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "full: other CPU levels and long sweeps, run if GGJIT_FULL_TESTS is set (CI sets it)"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("GGJIT_FULL_TESTS"):
+        skip = pytest.mark.skip(reason="GGJIT_FULL_TESTS is not set")
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(skip)
+
+
 def pytest_report_header() -> str:
     if REFERENCE:
         return f"reference data: {REFERENCE}"

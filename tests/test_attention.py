@@ -217,6 +217,7 @@ SOME = [("flash_attn_ext", "prompt"), ("flash_attn_ext", "token, long"), ("flash
         ("rope", "normal, part, yarn"), ("rope", "imrope"), ("soft_max", "f16 mask, slopes, sinks")]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.skipif(cpu_level() != "avx512", reason="compares AVX-512 with AVX2")
 def test_avx2_gives_the_same_bits():
     script = BITS.replace("CASES", repr(SOME))

@@ -248,6 +248,7 @@ def main():
 X86 = [level for level in LEVELS if cpu_level() in LEVELS and LEVELS.index(level) <= LEVELS.index(cpu_level())]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", X86)
 def test_levels(level):
     """Every level gives right values and the same bits for few and many columns."""
@@ -256,6 +257,7 @@ def test_levels(level):
         assert few == many, name
 
 
+@pytest.mark.full
 @pytest.mark.skipif("avx512" not in X86, reason="needs AVX-512")
 def test_same_bits_on_avx512_and_avx2():
     wide, narrow = at_level("avx512"), at_level("avx2")
@@ -296,6 +298,7 @@ print(panel_kernels.few_kernel("Q4_1", 1, True).asm())
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif("avx2" not in X86, reason="needs AVX2")
 def test_avx_vnni():
     """A CPU with AVX-VNNI gets its dot product in 256 bits (compiled only: the machine may not have it)."""

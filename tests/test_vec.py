@@ -329,11 +329,13 @@ def digest_at(level):
     return done.stdout.strip()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(cpu_level() not in ("avx2", "avx512"), reason="needs AVX2")
 def test_avx2_and_avx512_give_the_same_bits():
     assert digest_at("avx2") == digest()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(cpu_level() == "neon", reason="one level")
 def test_the_portable_level_works():
     assert len(digest_at("sse2")) == 64
