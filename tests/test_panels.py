@@ -150,6 +150,9 @@ def part_of_unit(name):
 
 
 SIZES = [(2560, 37, 19), (256, 50, 3)]
+# Columns of the tile (None: the kernel for many), packed or not, threads. All of them in CI: each is a kernel a type.
+QUICK = [(8, True, 3), (None, True, 2)]
+VARIANTS = [*QUICK, (3, False, 2), (None, True, 1), (None, False, 2)] if os.environ.get("GGJIT_FULL_TESTS") else QUICK
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -160,7 +163,7 @@ def test_values_and_same_bits(name, size):
     product = Product(name, k + part_of_unit(name), m, n, 2, 4)
     first = product.run(8)
     assert error(first, product.want()) < 1e-10
-    for columns, packed, n_threads in ((8, True, 3), (3, False, 2), (None, True, 1), (None, True, 2), (None, False, 2)):
+    for columns, packed, n_threads in VARIANTS:
         got = product.run(columns, packed, n_threads)
         assert np.array_equal(bits(got), bits(first)), (columns, packed, n_threads)
 
