@@ -57,6 +57,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "test_reference_runner.py" in collected:
         for path in sorted(SMALL_CASES.glob("*.npz")):
             kernels += reference_ops.kernels(path, (1, 3))
+    if "test_panels.py" in collected:
+        kernels += warm.product_kernels()
     warm.compile_together(kernels)
 
 

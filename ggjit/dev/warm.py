@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
-from ggjit import ops  # noqa: F401  (fills the registry)
+from ggjit import ops, types  # noqa: F401  (ops fills the registry)
 from ggjit.context import Context
 from ggjit.dev.cases import ARENA, CaseInputs
 from ggjit.graph import Graph
@@ -39,6 +39,19 @@ def case_kernels() -> list[Kernel]:
         for name, case in op.cases.items():
             with Context(ARENA):
                 found += kernels_of(case(CaseInputs(zlib.crc32(f"{op.name}/{name}".encode()))))
+    return found
+
+
+def product_kernels() -> list[Kernel]:
+    """The kernels of products for every type of weights and every number of columns."""
+    from ggjit.ops.lib import float_panel, panel_kernels
+
+    found: list[Kernel] = []
+    for name in (*float_panel.UNITS, *(t.name for t in types.all_types() if t.quant is not None)):
+        found.append(panel_kernels.pack_kernel(name))
+        for packed in (True, False):
+            found += [panel_kernels.few_kernel(name, columns, packed) for columns in panel_kernels.COLUMNS]
+            found.append(panel_kernels.many_kernel(name, packed))
     return found
 
 
