@@ -58,7 +58,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for path in sorted(SMALL_CASES.glob("*.npz")):
             kernels += reference_ops.kernels(path, (1, 3))
     if "test_panels.py" in collected:
-        kernels += warm.product_kernels()
+        full = os.environ.get("GGJIT_FULL_TESTS")
+        kernels += warm.product_kernels([(8, True), (None, True), *([(3, False), (None, False)] if full else [])])
     warm.compile_together(kernels)
 
 

@@ -42,16 +42,18 @@ def case_kernels() -> list[Kernel]:
     return found
 
 
-def product_kernels() -> list[Kernel]:
-    """The kernels of products for every type of weights and every number of columns."""
+def product_kernels(variants: Iterable[tuple[int | None, bool]]) -> list[Kernel]:
+    """Kernels of products for every type of weights: columns of the tile (None: many) and whether weights are packed."""
     from ggjit.ops.lib import float_panel, panel_kernels
 
     found: list[Kernel] = []
     for name in (*float_panel.UNITS, *(t.name for t in types.all_types() if t.quant is not None)):
         found.append(panel_kernels.pack_kernel(name))
-        for packed in (True, False):
-            found += [panel_kernels.few_kernel(name, columns, packed) for columns in panel_kernels.COLUMNS]
-            found.append(panel_kernels.many_kernel(name, packed))
+        for columns, packed in variants:
+            many = columns is None
+            found.append(
+                panel_kernels.many_kernel(name, packed) if many else panel_kernels.few_kernel(name, columns, packed)
+            )
     return found
 
 
