@@ -172,7 +172,7 @@ def test_bytes_and_characters_that_no_encoding_has(tmp_path):
 def test_a_cache_folder_of_no_user_is_no_error(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ggjit", "info"], capture_output=True, cwd=tmp_path,
-        env={**os.environ, "GGJIT_CACHE_DIR": "~nobody-of-that-name/x"},
+        env={**os.environ, "GGJIT_CACHE_DIR": "~nobody-of-that-name/x", "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

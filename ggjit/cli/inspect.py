@@ -17,15 +17,18 @@ _WIDTH = 96  # characters of a text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `inspect`."""
-    parser.add_argument("file", metavar="FILE", help="a GGUF file, or the first part of a split one")
+    parser.add_argument(
+        "file", metavar="FILE", help="a GGUF file, the first part of a split one, or a name that `ggjit pull` knows"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with whole texts and arrays")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print metadata, tensors and totals by type."""
-    from ggjit.fetch import pull
+    from ggjit.fetch import MODELS, pull
 
-    with GgufFile(pull(args.file)) as file:
+    is_name = args.file.startswith("hf:") or args.file.lower() in MODELS
+    with GgufFile(pull(args.file) if is_name else args.file) as file:
         if args.json:
             print(json.dumps(collect(file), indent=1, allow_nan=False))
         else:

@@ -43,7 +43,7 @@ def case_kernels() -> list[Kernel]:
 
 
 def product_kernels(variants: Iterable[tuple[int | None, bool]]) -> list[Kernel]:
-    """Kernels of products for every type of weights: columns of the tile (None: for many), and whether they are packed."""
+    """Kernels of products for every type of weights: columns of the tile (None: for many), and whether it is packed."""
     from ggjit.ops.lib import float_panel, panel_kernels
 
     found: list[Kernel] = []
