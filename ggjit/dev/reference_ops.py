@@ -166,23 +166,25 @@ def _compare_coded(case: Case, what: str, got: Array, want: Array, kind: Type) -
     if difference is None or kind.quant is None or not kind.quant.searches or got.shape != want.shape:
         return difference
     values = [decode(x, kind) for x in (got, want)]
-    source = _copied_values(case, values[1])
+    source = _unrounded(case, values[1])
     if source is None:
         return difference
     errors = [float(np.square(x - source).sum()) for x in values]
     return None if errors[0] <= errors[1] else Difference(f"{what}: squared error", *errors)
 
 
-def _copied_values(case: Case, old: Array) -> Array | None:
-    """What an op that copies would give without rounding, rows that it leaves as they are; None: not such an op."""
+def _unrounded(case: Case, old: Array) -> Array | None:
+    """What an op that copies or adds would give without rounding, rows that it leaves as they are; None: another op."""
     op, values = case.meta["op"], []
-    if op not in ("CPY", "DUP", "CONT", "SET_ROWS"):
+    if op not in ("CPY", "DUP", "CONT", "SET_ROWS", "ADD", "ADD1"):
         return None
     for header in case.meta["srcs"]:
         if header is None or header.get("self"):
             continue
         source = elements(case.arrays[f"s{header['storage']}"], header, header["offset"])
         values.append(decode(source, types.by_name(header["type"])))
+    if op in ("ADD", "ADD1"):
+        return values[0] + values[1]
     if op != "SET_ROWS":
         return values[0].reshape(old.shape) if values[0].size == old.size else None
     if values[2].shape != old.shape:
