@@ -1,0 +1,39 @@
+"""SmolLM2-135M-Instruct, where `ggjit pull smollm2` has fetched it (or GGJIT_MODELS names its folder)."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import ggjit as gg
+from ggjit.cpu import cpu_level
+from ggjit.fetch import models_folder
+
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PROMPT = "The capital of France is"
+CONTINUATION = " Paris.\n\nThe United States has a population of approximately 311"
+
+
+@pytest.fixture(scope="module")
+def path():
+    for folder in (os.environ.get("GGJIT_MODELS"), models_folder()):
+        if folder and (Path(folder) / NAME).is_file():
+            return Path(folder) / NAME
+    pytest.skip(f"{NAME} is not here; `ggjit pull smollm2` fetches it")
+
+
+def test_readme_s_prompt_is_continued(path):
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"<!-- run -->.*?-p \"(.*?)\" -n (\d+) --temp 0", readme, re.S)
+    assert command is not None
+    assert command.groups() == (PROMPT, "16")
+    with gg.LLM(path, n_ctx=256, progress=False) as llm:
+        text = "".join(llm.generate(PROMPT, 16, temperature=0))
+        assert text.startswith(" Paris.\n\nThe")  # as llama.cpp goes on; then its best two tokens are 0.03 apart
+        if cpu_level() in ("avx512", "avx2"):
+            assert text == CONTINUATION
+        ids = llm.tokenize(PROMPT)
+        whole = llm.logits(ids)
+    with gg.LLM(path, n_ctx=256, n_threads=1, n_ubatch=2, progress=False) as llm:
+        assert (llm.logits(ids) == whole).all(), "threads and batches must not change a bit"
