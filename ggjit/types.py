@@ -56,6 +56,9 @@ class Type:
         return by_id, (self.id,)
 
 
+FIRST_USER_ID = 1000
+"""Ids from here on are for types of one's own; ggml's stay far below."""
+
 _BY_ID: dict[int, Type] = {}
 _BY_NAME: dict[str, Type] = {}
 
@@ -118,6 +121,31 @@ def row_size(type: Type, ne0: int) -> int:
     if ne0 % type.blck_size:
         raise ValueError(f"row_size: ne0 must be a multiple of {type.blck_size}, the block of {type.name}, got {ne0}")
     return type.type_size * ne0 // type.blck_size
+
+
+def user_key(id: int) -> str:
+    """The metadata key of a GGUF file that describes its type with a user's id."""
+    return f"ggjit.type.{id}"
+
+
+def describe(type: Type) -> str:
+    """Name, values of a block and bytes of a block, separated by blanks: the value of `user_key`."""
+    return f"{type.name} {type.blck_size} {type.type_size}"
+
+
+def described(text: object) -> tuple[str, int, int]:
+    """Name, values of a block and bytes of a block, from what `describe` gave.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    words = text.split(" ") if isinstance(text, str) else []
+    if len(words) != 3 or not words[0] or not all(w.isascii() and w.isdigit() and 0 < len(w) < 10 for w in words[1:]):
+        raise ValueError(f"must be a name, values and bytes of a block, got {text!r}")
+    name, blck_size, type_size = words[0], int(words[1]), int(words[2])
+    if not blck_size or not type_size:
+        raise ValueError(f"must have positive sizes, got {text!r}")
+    return name, blck_size, type_size
 
 
 _PLAIN = (

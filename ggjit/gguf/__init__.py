@@ -1,4 +1,4 @@
-"""GGUF files, the format of llama.cpp's models: read lazily from a mapping of the file.
+"""GGUF files, the format of llama.cpp's models: read lazily from a mapping of the file, written as a stream.
 
 Example:
     with gguf.open("model.gguf") as file:
@@ -15,8 +15,19 @@ from ggjit.errors import GgufError
 from ggjit.gguf.mapping import Mapping
 from ggjit.gguf.reader import GgufFile, Metadata, TensorInfo, ValueType
 from ggjit.gguf.strings import StringArray
+from ggjit.gguf.writer import GgufWriter
 
-__all__ = ["GgufError", "GgufFile", "Mapping", "Metadata", "StringArray", "TensorInfo", "ValueType", "open"]
+__all__ = [
+    "GgufError",
+    "GgufFile",
+    "GgufWriter",
+    "Mapping",
+    "Metadata",
+    "StringArray",
+    "TensorInfo",
+    "ValueType",
+    "open",
+]
 
 
 def open(path: str | os.PathLike[str]) -> GgufFile:

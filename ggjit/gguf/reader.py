@@ -13,6 +13,9 @@ Opening reads the header and the tensor list and steps over the values; nothing 
 against the size of the file before it is used, so a damaged file is one `GgufError` and never a crash or a large
 allocation. A tensor type that nobody here knows is listed; only asking for its data is an error.
 
+Type ids from 1000 on are the file's own: the key `ggjit.type.<id>` gives name, values and bytes of a block, and the
+type is the one that is registered here by that name and layout, whatever its id.
+
 Source: the GGUF specification of ggml (docs/gguf.md).
 """
 
@@ -41,8 +44,8 @@ MAX_DIMS = 4
 MAX_NAME = 63  # bytes of a tensor's name
 MAX_KEY = 65535  # bytes of a metadata key
 _SHOWN = 64  # characters of a key in an error
-_MAX_NESTING = 8
-_ALIGNMENT = 32
+MAX_NESTING = 8
+ALIGNMENT = 32
 
 
 class ValueType(enum.IntEnum):
@@ -69,7 +72,7 @@ _FORMATS = {
     ValueType.FLOAT64: "d",
 }  # fmt: skip
 _SCALAR = {kind: struct.Struct("<" + code) for kind, code in _FORMATS.items()}
-_DTYPE = {kind: np.dtype(code).newbyteorder("<") for kind, code in _FORMATS.items()}
+DTYPES = {kind: np.dtype(code).newbyteorder("<") for kind, code in _FORMATS.items()}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -86,6 +89,7 @@ class TensorInfo(NamedTuple):
         nbytes: its size; for an unknown type the room up to the next tensor.
         file: index of its file among the parts of a split model.
         info_offset: of its entry in the tensor list, for error messages.
+        label: name of an unknown type, if the file gives one.
     """
 
     name: str
@@ -97,6 +101,7 @@ class TensorInfo(NamedTuple):
     nbytes: int
     file: int
     info_offset: int
+    label: str = ""
 
     @property
     def nelements(self) -> int:
@@ -106,7 +111,7 @@ class TensorInfo(NamedTuple):
     @property
     def type_name(self) -> str:
         """Name of the type; an unknown one shows its id."""
-        return self.type.name if self.type is not None else f"type {self.type_id}"
+        return self.type.name if self.type is not None else self.label or f"type {self.type_id}"
 
 
 def _of(what: str, name: str) -> str:
@@ -173,7 +178,7 @@ class _Reader:
             return self.need(length, key), length
         if kind is ValueType.ARRAY:
             return self.skip_array(key, 0)
-        self.need(_DTYPE[kind].itemsize, key)
+        self.need(DTYPES[kind].itemsize, key)
         if kind is ValueType.BOOL and self.view[at] > 1:
             raise self.fail(f"{key} must be 0 or 1, got {self.view[at]}", at)
         return at
@@ -190,11 +195,11 @@ class _Reader:
             return kind, starts
         if kind is ValueType.ARRAY:
             n = self.count(12, "length of", key)
-            if nesting == _MAX_NESTING:
-                raise self.fail(f"{key} must not be nested deeper than {_MAX_NESTING}", at)
+            if nesting == MAX_NESTING:
+                raise self.fail(f"{key} must not be nested deeper than {MAX_NESTING}", at)
             return kind, [self.skip_array(key, nesting + 1) for _ in range(n)]
-        n = self.count(_DTYPE[kind].itemsize, "length of", key)
-        start = self.need(n * _DTYPE[kind].itemsize, key)
+        n = self.count(DTYPES[kind].itemsize, "length of", key)
+        start = self.need(n * DTYPES[kind].itemsize, key)
         if kind is ValueType.BOOL and n and self.data[start : start + n].max() > 1:
             raise self.fail(f"{key} must hold 0 and 1 only", start)
         return kind, (start, n)
@@ -209,11 +214,11 @@ class Metadata(MappingABC[str, Any]):
 
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = mapping
-        self._entries: dict[str, tuple[ValueType, Any, int]] = {}
+        self._entries: dict[str, tuple[ValueType, Any, int, int]] = {}
         self._values: dict[str, Any] = {}
 
-    def _add(self, key: str, kind: ValueType, place: Any, offset: int) -> None:
-        self._entries[key] = kind, place, offset
+    def _add(self, key: str, kind: ValueType, place: Any, offset: int, end: int) -> None:
+        self._entries[key] = kind, place, offset, end
 
     def value_type(self, key: str) -> ValueType:
         """The type of a value."""
@@ -221,12 +226,17 @@ class Metadata(MappingABC[str, Any]):
 
     def element_type(self, key: str) -> ValueType | None:
         """The type of an array's elements, None if the value is no array."""
-        kind, place, _ = self._entries[key]
+        kind, place, *_ = self._entries[key]
         return place[0] if kind is ValueType.ARRAY else None
 
     def offset(self, key: str) -> int:
         """Where in the file the entry begins."""
         return self._entries[key][2]
+
+    def raw(self, key: str) -> bytes:
+        """The entry as it is in the file: key, type and value."""
+        _, _, start, end = self._entries[key]
+        return self._mapping.data[start:end].tobytes()
 
     def fail(self, key: str, message: str) -> GgufError:
         """The error to raise where the value of `key` (or its absence) is at fault."""
@@ -239,11 +249,11 @@ class Metadata(MappingABC[str, Any]):
         if kind is ValueType.ARRAY:
             return [self._array(inner) for inner in where]
         start, n = where
-        return np.frombuffer(self._mapping.data, _DTYPE[kind], n, start) if n else np.empty(0, _DTYPE[kind])
+        return np.frombuffer(self._mapping.data, DTYPES[kind], n, start) if n else np.empty(0, DTYPES[kind])
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
-            kind, place, _ = self._entries[key]
+            kind, place, *_ = self._entries[key]
             if kind is ValueType.STRING:
                 start, length = place
                 text = self._mapping.data[start : start + length].tobytes()
@@ -291,13 +301,14 @@ def _metadata(reader: _Reader, mapping: Mapping, n: int) -> Metadata:
             raise reader.fail(f"metadata keys must differ, got {key[:_SHOWN]!r} twice", at)
         name = key if key.isprintable() and len(key) <= _SHOWN else repr(key[:_SHOWN])
         kind = reader.value_type("type of", name)
-        kv._add(key, kind, reader.skip(kind, name), at)
+        place = reader.skip(kind, name)
+        kv._add(key, kind, place, at, reader.pos)
     return kv
 
 
 def _alignment(kv: Metadata) -> int:
     key = "general.alignment"
-    value = kv.get(key, _ALIGNMENT)
+    value = kv.get(key, ALIGNMENT)
     if key in kv and kv.value_type(key) is not ValueType.UINT32:
         raise kv.fail(key, f"must be UINT32, got {kv.value_type(key).name}")
     if value < 8 or value & (value - 1):
@@ -316,7 +327,30 @@ def _tensor_sizes(reader: _Reader, name: str) -> tuple[tuple[int, int, int, int]
     return (ne[0], ne[1], ne[2], ne[3]), n_dims
 
 
-def _tensor(reader: _Reader, file: int) -> TensorInfo:
+def _find_type(kv: Metadata, type_id: int) -> tuple[types.Type | None, str, int, int]:
+    """The type of an id, None for an unknown one; its name, values and bytes of a block (0 if not known)."""
+    if type_id < types.FIRST_USER_ID:
+        try:
+            known = types.by_id(type_id)
+        except ValueError:
+            return None, "", 1, 0
+        return known, known.name, known.blck_size, known.type_size
+    key = types.user_key(type_id)
+    if key not in kv:
+        return None, "", 1, 0
+    try:
+        name, blck_size, type_size = types.described(kv[key])
+    except ValueError as error:
+        raise kv.fail(key, str(error)) from None
+    try:
+        found = types.by_name(name)
+    except ValueError:
+        return None, name, blck_size, type_size
+    same = (found.blck_size, found.type_size) == (blck_size, type_size)
+    return found if same else None, name, blck_size, type_size
+
+
+def _tensor(reader: _Reader, file: int, kv: Metadata) -> TensorInfo:
     """One entry of the tensor list; its offset is still relative to the data."""
     at = reader.pos
     name = reader.text("tensor name", MAX_NAME)
@@ -324,15 +358,12 @@ def _tensor(reader: _Reader, file: int) -> TensorInfo:
     type_at = reader.pos
     type_id = reader.u32("type of", repr(name))
     offset = reader.u64("offset of", repr(name))
-    try:
-        kind = types.by_id(type_id)
-    except ValueError:
-        return TensorInfo(name, None, type_id, ne, n_dims, offset, 0, file, at)
-    if ne[0] % kind.blck_size:
-        block = f"{kind.blck_size}, the block of {kind.name}"
+    kind, label, blck_size, type_size = _find_type(kv, type_id)
+    if ne[0] % blck_size:
+        block = f"{blck_size}, the block of {label}"
         raise reader.fail(f"ne[0] of {name!r} must be a multiple of {block}, got {list(ne[:n_dims])}", type_at)
-    nbytes = ne[0] // kind.blck_size * kind.type_size * ne[1] * ne[2] * ne[3]
-    return TensorInfo(name, kind, type_id, ne, n_dims, offset, nbytes, file, at)
+    nbytes = ne[0] // blck_size * type_size * ne[1] * ne[2] * ne[3]
+    return TensorInfo(name, kind, type_id, ne, n_dims, offset, nbytes, file, at, label)
 
 
 def _place(reader: _Reader, infos: list[TensorInfo], data_offset: int, alignment: int) -> dict[str, TensorInfo]:
@@ -348,7 +379,7 @@ def _place(reader: _Reader, infos: list[TensorInfo], data_offset: int, alignment
             raise reader.fail(
                 f"offset of {info.name!r} must be a multiple of {alignment}, got {info.offset}", info.info_offset
             )
-        nbytes = info.nbytes if info.type is not None else max(0, following.get(info.offset, 0) - info.offset)
+        nbytes = info.nbytes if info.label else max(0, following.get(info.offset, 0) - info.offset)
         if info.offset + nbytes > room:
             got = f"{nbytes} bytes at {data_offset + info.offset} in a file of {reader.size}"
             raise reader.fail(f"data of {info.name!r} must lie in the file, got {got}", info.info_offset)
@@ -369,7 +400,7 @@ class _Part:
         self.version, n_tensors, n_kv = _header(reader)
         self.kv = _metadata(reader, self.mapping, n_kv)
         self.alignment = _alignment(self.kv)
-        infos = [_tensor(reader, file) for _ in range(n_tensors)]
+        infos = [_tensor(reader, file, self.kv) for _ in range(n_tensors)]
         self.data_offset = -(-reader.pos // self.alignment) * self.alignment
         self.tensors = _place(reader, infos, self.data_offset, self.alignment)
 
@@ -441,9 +472,8 @@ class GgufFile:
         info = self.info(name)
         mapping = self.mappings[info.file]
         if info.type is None:
-            raise GgufError(
-                mapping.path, info.info_offset, f"type of tensor {name!r} must be a known one, got id {info.type_id}"
-            )
+            got = f"{info.label} (id {info.type_id})" if info.label else f"id {info.type_id}"
+            raise GgufError(mapping.path, info.info_offset, f"type of tensor {name!r} must be a known one, got {got}")
         return mapping.data[info.offset : info.offset + info.nbytes]
 
     def used_range(self, file: int = 0) -> tuple[int, int]:
