@@ -89,7 +89,7 @@ class Graph:
         self.grads: dict[Tensor, Tensor] = {}
         self.grad_accs: dict[Tensor, Tensor] = {}
         self._allocator: GraphAllocator | None = None
-        self._executables: dict[int, Executable] = {}
+        self._executables: dict[tuple[int, bool | None], Executable] = {}
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Graph:
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
-    def compute(self, n_threads: int | None = None) -> Graph:
+    def compute(self, n_threads: int | None = None, fuse: bool | None = None) -> Graph:
         """Compute all nodes.
 
         Tensors without data get memory from a graph allocator first. The program is kept: computing the same graph
@@ -254,6 +254,9 @@ class Graph:
 
         Args:
             n_threads: by default as many as the process may use.
+            fuse: compute chains of nodes in a planner's memory by one kernel where there is a rule for them; tensors
+                inside a chain that are no outputs then get no values. By default yes, unless the variable GGJIT_FUSE
+                is 0.
 
         Returns:
             The graph.
@@ -265,7 +268,7 @@ class Graph:
         from ggjit.threadpool import default_threads
 
         n = n_threads if n_threads is not None else default_threads()
-        self._executable(n).run()
+        self._executable(n, fuse).run()
         return self
 
     def compute_with_ctx(self, context: Context, n_threads: int = 1) -> Graph:
@@ -278,14 +281,14 @@ class Graph:
         lower(self, n_threads, work_context=context).run()
         return self
 
-    def _executable(self, n_threads: int) -> Executable:
+    def _executable(self, n_threads: int, fuse: bool | None = None) -> Executable:
         from ggjit.lower import lower
 
         if any(t.data == 0 for t in [*self.leafs, *self.nodes]):
             self._allocate()
-        found = self._executables.get(n_threads)
+        found = self._executables.get((n_threads, fuse))
         if found is None or found.is_stale():
-            found = self._executables[n_threads] = lower(self, n_threads)
+            found = self._executables[n_threads, fuse] = lower(self, n_threads, fuse=fuse)
         return found
 
     def _allocate(self) -> None:

@@ -1,6 +1,7 @@
 """Lowering: from a graph whose tensors have data to a packed program of kernel calls.
 
-Each node becomes one step, or what its op's `lower` emits: kernels may share work that several nodes need (quantized
+Each node becomes one step, or what its op's `lower` emits; where a fusion rule fits, a chain of nodes becomes one step
+(`ggjit.fusion`). Kernels may share work that several nodes need (quantized
 activations), made once as a step of its own. A step is a row of four int64:
 
     entry     address of the kernel's C entry
@@ -15,6 +16,7 @@ bytes hold the chunk counter.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
+from ggjit.fusion import Fused, Match
 from ggjit.op import NONE, PARAM_BYTES
 from ggjit.tensor import PARAMS_AT, Dims, Tensor, new_node
 from ggjit.types import Type
@@ -133,13 +136,17 @@ class Lowering:
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
-    def lower_node(self, node: Tensor) -> None:
-        """Emit the steps of one node of the graph."""
+    def lower_node(self, node: Tensor, fused: Fused | None = None) -> None:
+        """Emit the steps of one node of the graph, or of a chain of nodes that ends in it."""
         if node.op.view or node.is_empty:
             return
-        _check_memory(node)
+        for t in fused.nodes if fused is not None else (node,):
+            _check_memory(t)
         self.node = node
-        node.op.lower_node(self, node)
+        if fused is not None:
+            fused.emit(self)
+        else:
+            node.op.lower_node(self, node)
         if node.view_src is not None:  # it wrote into existing bytes: what was derived from them is stale
             root = node.view_src
             for key in [k for k in self._derived if k[0] is root]:
@@ -181,6 +188,8 @@ class Lowering:
 
 def _check_memory(node: Tensor) -> None:
     """Kernels go through plain pointers: panels are for ops that know them, a mapped file is not for writing."""
+    if node.op.view:
+        return
     for i, t in enumerate((node, *node.src)):
         root = t if t is None or t.view_src is None else t.view_src
         buffer = None if root is None else root.buffer
@@ -210,16 +219,25 @@ class Executable:
 
     Attributes:
         steps: the kernel calls, in order.
+        fused: the chains of nodes that one step computes.
         rows: the packed program, int64 [n_steps, 4].
         scratch_nbytes: bytes of derived tensors and of the work buffer.
     """
 
-    def __init__(self, graph: Graph, n_threads: int, lowering: Lowering, work_context: Context | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        n_threads: int,
+        lowering: Lowering,
+        work_context: Context | None,
+        fused: Sequence[tuple[Tensor, ...]] = (),
+    ) -> None:
         from ggjit.adaptive import Adaptive
         from ggjit.jit import compile_all
         from ggjit.program import Program
 
-        self.graph, self.n_threads, self.steps = graph, n_threads, lowering.steps
+        self.graph, self.n_threads, self.steps, self.fused = graph, n_threads, lowering.steps, list(fused)
+        self._apart: Executable | None = None  # without fusion, for callbacks
         self._lowering = lowering
         derived = lowering.place()
         work = max((s.work for s in self.steps), default=0)
@@ -262,6 +280,10 @@ class Executable:
         """
         from ggjit.threadpool import get_pool
 
+        if callback is not None and self.fused:  # it wants to see every node
+            self._apart = self._apart or lower(self.graph, self.n_threads, fuse=False)
+            self._apart.run(callback)
+            return
         pool = get_pool(self.n_threads)
         if callback is None:
             failed = self._adaptive.run(pool)
@@ -346,13 +368,15 @@ def _overlap(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
     return any(low < h and l < high for low, high in a for l, h in b)  # noqa: E741
 
 
-def lower(graph: Graph, n_threads: int, work_context: Context | None = None) -> Executable:
+def lower(graph: Graph, n_threads: int, work_context: Context | None = None, fuse: bool | None = None) -> Executable:
     """Make a graph whose tensors all have data ready to run.
 
     Args:
         graph: the graph.
         n_threads: threads that will run it.
         work_context: where the work buffer goes, by default memory of its own.
+        fuse: compute chains of nodes by one kernel where there is a rule (see `ggjit.fusion`); by default yes, unless
+            the variable GGJIT_FUSE is 0.
 
     Raises:
         ValueError: a tensor has no data.
@@ -362,6 +386,13 @@ def lower(graph: Graph, n_threads: int, work_context: Context | None = None) -> 
     for t in [*graph.leafs, *graph.nodes]:
         if t.data == 0 and t.nbytes:
             raise ValueError(f"lower: tensors must have data before they are computed, got none ('{t.name}')")
+    if fuse is None:
+        fuse = os.environ.get("GGJIT_FUSE", "1") != "0"
+    found = Match(graph).find() if fuse else {}
     for node in graph.nodes:
-        lowering.lower_node(node)
-    return Executable(graph, n_threads, lowering, work_context)
+        if node not in found:
+            lowering.lower_node(node)
+        elif (fused := found[node]) is not None:
+            lowering.lower_node(node, fused)
+    chains = [f.nodes for f in found.values() if f is not None]
+    return Executable(graph, n_threads, lowering, work_context, chains)

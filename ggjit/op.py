@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ggjit.fusion import Fused, Match
     from ggjit.jit import Kernel
     from ggjit.lower import Lowering
     from ggjit.tensor import Tensor
@@ -100,6 +101,8 @@ class Op:
         self._flops: Callable[[Tensor], int] | None = None
         self._backward: Callable[..., Sequence[Tensor | None]] | None = None
         self.cases: dict[str, Callable[..., Tensor]] = {}
+        self.fusions: list[Callable[[Match, Tensor], Fused | None]] = []
+        self.fused_cases: dict[str, Callable[..., Tensor]] = {}
         REGISTRY[name] = _BY_ID[id] = self
 
     def __repr__(self) -> str:
@@ -164,16 +167,21 @@ class Op:
         self._backward = function
         return function
 
+    def fusion(self, function: Callable[[Match, Tensor], Fused | None]) -> Callable[[Match, Tensor], Fused | None]:
+        """Decorator: f(match, node) -> nodes, this one the first, that one kernel computes (see `ggjit.fusion`).
+
+        Rules are tried in the order in which they stand in the file: longer chains first.
+        """
+        self.fusions.append(function)
+        return function
+
     def case(self, name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
         """Decorator: f(t) -> a node to test; `t` makes its leafs (see `ggjit.dev.cases`)."""
+        return _register(self, self.cases, name)
 
-        def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            if name in self.cases:
-                raise ValueError(f"{self.name}: case {name!r} must be new")
-            self.cases[name] = function
-            return function
-
-        return register
+    def fused_case(self, name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+        """Decorator: f(t) -> the last node of a graph that a fusion rule of this op applies to."""
+        return _register(self, self.fused_cases, name)
 
     # -- what the engine asks ----------------------------------------------------------------------------------------
 
@@ -236,6 +244,18 @@ class Op:
     def flops_for(self, node: Tensor) -> int:
         """Arithmetic operations of a node; its element count where the op does not say."""
         return self._flops(node) if self._flops is not None else node.nelements
+
+
+def _register(
+    op: Op, cases: dict[str, Callable[..., Tensor]], name: str
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if name in cases:
+            raise ValueError(f"{op.name}: case {name!r} must be new")
+        cases[name] = function
+        return function
+
+    return register
 
 
 def unsupported(op: Op, node: Tensor) -> str:
