@@ -1,0 +1,74 @@
+"""The generic check of an op finds what is wrong with it."""
+
+import numpy as np
+import pytest
+
+import ggjit as gg
+from ggjit import op as registry
+from ggjit.ops.lib import memory
+
+
+@gg.kernel
+def twice_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+    for i in range(ith, dst_ne[0], nth):
+        memory.store_f32(dst, 4 * i, memory.load_f32(src0, 4 * i) * 2)
+
+
+@gg.kernel
+def twice_and_threads_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+    for i in range(ith, dst_ne[0], nth):
+        memory.store_f32(dst, 4 * i, memory.load_f32(src0, 4 * i) * 2 + (nth - 1) * np.float32(1e-6))
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def op(kernel, factor=2, gradient=None):
+        one = gg.Op(f"check_test_{len(made)}")
+        made.append(one)
+        one.reference(lambda node, a: a * factor)
+        one.kernel(lambda node: kernel)
+        if gradient is not None:
+            one.backward(lambda node, grad, need: (grad * gradient,))
+        one.case("values")(lambda t: gg.new_node(one, gg.F32, (37, 1, 1, 1), (t("F32", 37),)))
+        return one
+
+    yield op
+    for one in made:
+        del registry.REGISTRY[one.name], registry._BY_ID[one.id]
+
+
+def test_a_sound_op_passes(make):
+    report = gg.check_op(make(twice_f32, gradient=2.0).name)
+    (case,) = report.cases
+    assert report.passed and case.error == 0 and case.gradient <= case.gradient_limit
+    assert str(report).splitlines()[-1] == "all passed"
+
+
+def test_without_a_rule_the_report_says_so(make):
+    report = gg.check_op(make(twice_f32))
+    assert report.passed and report.cases[0].gradient is None and "no backward rule" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "factor", "gradient", "problem"),
+    [
+        (twice_f32, 3, None, "exceeds the limit 1e-07"),
+        (twice_and_threads_f32, 2, None, "2 threads change the bits"),
+        (twice_f32, 2, 2.1, "of a gradient exceeds the limit"),
+    ],
+    ids=["value", "threads", "gradient"],
+)
+def test_mistakes_are_found(make, kernel, factor, gradient, problem):
+    report = gg.check_op(make(kernel, factor, gradient))
+    assert not report.passed and any(problem in text for text in report.problems)
+
+
+def test_an_op_without_cases_is_refused(make):
+    op = make(twice_f32)
+    op.cases.clear()
+    with pytest.raises(ValueError, match=r"check_op: an op must carry cases and a reference, got no cases"):
+        gg.check_op(op)
+    with pytest.raises(ValueError, match=r"op\.by_name"):
+        gg.check_op("no such op")
