@@ -28,12 +28,15 @@ import numpy as np
 
 from ggjit import ops, types
 from ggjit.autodiff import refuse
+from ggjit.fusion import Fused
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
+from ggjit.ops.rows import SET_ROWS
 from ggjit.ops.views import permute
 from ggjit.tensor import Tensor, new_node, view_tensor
 
 angles = lazy_module("ggjit.ops.lib.angles")
+convert = lazy_module("ggjit.ops.lib.convert")
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
 vec = lazy_module("ggjit.ops.lib.vec")
@@ -43,6 +46,8 @@ __all__ = ["rope", "rope_ext", "rope_multi"]
 NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
 MODES = (NORMAL, NEOX, MROPE, VISION, IMROPE)
 MULTI = (MROPE, VISION, IMROPE)
+COUNTER_LINE = 64
+IDS = 3  # in a kernel's status: source 2 plus one
 ROPE = Op(
     "rope", id=48, inplace=True, nmse=1e-12,
     params=(
@@ -346,8 +351,8 @@ def rope_table(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_
 
 
 @functools.cache
-def make_rope(kind, neighbours):
-    """Kernel (a, table) for rows of a type, with pairs of neighbours or of halves."""
+def rope_row(kind, neighbours):
+    """Jitted (dst, to, src, at, n, table, cos, sin, op_params): one row of a type."""
     size = types.by_name(kind).type_size
     load, store = vec.loader(kind), vec.storer(kind)
     load_first, store_first = vec.loader_first(kind), vec.storer_first(kind)
@@ -389,29 +394,41 @@ def make_rope(kind, neighbours):
 
     turn = turn_neighbours if neighbours else turn_halves
 
+    @jitted
+    def row(dst, to, src, at, n, table, cos, sin, op_params):
+        """A row of n elements; cos and sin are where its token's lie in the table."""
+        n_dims, offset = op_params[1] * (2 if op_params[2] == VISION else 1), op_params[15]
+        if offset > 0:
+            copy(dst, to, src, at, offset)
+        n_turns = n_dims if neighbours else n_dims // 2
+        turn(dst, to + size * offset, src, at + size * offset, table, cos, sin, n_turns)
+        end = offset + n_dims
+        if end < n:
+            copy(dst, to + size * end, src, at + size * end, n - end)
+
+    return row
+
+
+@functools.cache
+def make_rope(kind, neighbours):
+    """Kernel (a, table) for rows of a type, with pairs of neighbours or of halves."""
+    row = rope_row(kind, neighbours)
+
     @kernel
     def rope(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
-        n_dims = op_params[1] * (2 if op_params[2] == VISION else 1)
-        offset = op_params[15]
-        n = n_dims if neighbours else n_dims // 2
         first, last = rows.whole(dst_ne, ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         for _ in range(first, last):
             to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)
             cos = i2 * src1_nb[1]
-            if offset > 0:
-                copy(dst, to, src0, at, offset)
-            turn(dst, to + size * offset, src0, at + size * offset, src1, cos, cos + 2 * src1_ne[0], n)
-            end = offset + n_dims
-            if end < dst_ne[0]:
-                copy(dst, to + size * end, src0, at + size * end, dst_ne[0] - end)
+            row(dst, to, src0, at, dst_ne[0], src1, cos, cos + 2 * src1_ne[0], op_params)
             i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
 
     return rope
 
 
-def lower_turn(low, node, is_back=False):
-    """Emit the table, unless an earlier node has the same, and the turn; back: the table has sin negated."""
+def table_of(low, node, is_back=False):
+    """The table of a node; emits the step that fills it, unless an earlier node has the same; back: sin is negated."""
     a, b = node.src[:2]
     c = node.src[2] if len(node.src) > 2 else None
     p = node.params
@@ -423,7 +440,13 @@ def lower_turn(low, node, is_back=False):
     table, is_new = low.derived(b, kind, types.F32, ne, 4 * ne[0] * ne[1])
     if is_new:
         low.emit(rope_table, table, src=(b, c), params=params)
-    low.emit(make_rope(a.type.name, p.mode == NORMAL), node, src=(a, table))
+    return table
+
+
+def lower_turn(low, node, is_back=False):
+    """Emit the table and the turn."""
+    a, table = node.src[0], table_of(low, node, is_back)
+    low.emit(make_rope(a.type.name, node.params.mode == NORMAL), node, src=(a, table))
 
 
 ROPE.supports(lambda node: True)
@@ -464,6 +487,71 @@ _case("normal f16", 32, 2, 3, n_dims=24, mode=NORMAL, kind="F16")
 _case("mrope", 64, 2, 4, n_dims=64, mode=MROPE, sections=(16, 8, 6, 2))
 _case("vision", 48, 2, 4, n_dims=24, mode=VISION, sections=(12, 12, 0, 0), factors=True, yarn=True)
 _case("imrope", 64, 2, 4, n_dims=60, mode=IMROPE, sections=(11, 11, 8, 0), yarn=True)
+
+
+# ---- fusion with the store to a KV cache -----------------------------------------------------------------------------
+
+
+@functools.cache
+def make_rope_set_rows(neighbours, target, ids):
+    """Kernel (a, table, ids): turned rows of f32 heads to the rows of a cache, all heads of a token to one row.
+
+    Threads share the heads, so that of two tokens with the same id the later one stays.
+    """
+    row, write = rope_row("F32", neighbours), convert.row(types.F32, target)
+    load, blck, size = memory.load_i64 if ids == "I64" else memory.load_i32, target.blck_size, target.type_size
+
+    @kernel
+    def rope_set_rows(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
+        ith, nth,
+    ):  # fmt: skip
+        n, x = src0_ne[0], COUNTER_LINE + 4 * src0_ne[0] * ith
+        for i2 in range(src0_ne[2]):
+            id = np.int64(load(src2, i2 * src2_nb[0]))
+            if id < 0 or id >= dst_ne[1]:
+                return i2 << 4 | IDS
+            cos = i2 * src1_nb[1]
+            for i1 in range(src0_ne[1] * ith // nth, src0_ne[1] * (ith + 1) // nth):
+                at = i1 * src0_nb[1] + i2 * src0_nb[2]
+                row(work, x, src0, at, n, src1, cos, cos + 2 * src1_ne[0], op_params)
+                write(dst, id * dst_nb[1] + i1 * n // blck * size, work, x, n, work, np.int64(0))
+        return 0
+
+    return rope_set_rows
+
+
+@ROPE.fusion
+def _(match, node):
+    """rope, a view that joins the heads of a token, set_rows."""
+    view = match.reader(node) if node.type is types.F32 and node.view_src is None else None
+    store = match.reader(view) if view is not None and view.op.view else None
+    if store is None or store.op is not SET_ROWS or store.src[0] is not view:
+        return None
+    n, n_head, n_tokens, ne3 = node.ne
+    joins = view.ne == (n * n_head, n_tokens, 1, 1) and view.nb[:2] == node.nb[:3:2] and view.view_offs == 0
+    if not joins or ne3 != 1 or n % store.type.blck_size or convert.row(types.F32, store.type) is None:
+        return None
+    a, ids = node.src[0], store.src[1]
+
+    def emit(low):
+        table, made = table_of(low, node), make_rope_set_rows(node.params.mode == NORMAL, store.type, ids.type.name)
+        low.emit(made, store, src=(a, table, ids), params=bytes(node.op_params), work=4 * n * low.n_threads)
+
+    return Fused((node, view, store), (*(s for s in node.src if s is not None), ids), (), emit)
+
+
+def _fused_case(name, mode, n, ids, kind="F16", view=None):
+    @ROPE.fused_case(name)
+    def _(t):
+        k = rope_ext(t("F32", n, 3, len(ids)), t.ints("I32", len(ids), high=99), None, n, mode, 0, 1e4, 1, 0, 1, 0, 0)
+        joined = ops.reshape_2d(k, 3 * n, len(ids)) if view is None else ops.view_2d(k, 3 * n, len(ids), k.nb[2], 0)
+        return ops.set_rows(t(kind, 3 * n, 8), joined, t.array(np.asarray(ids)))
+
+
+_fused_case("to an f16 cache", NORMAL, 64, np.int64([3, 0, 5]))
+_fused_case("to an f32 cache, the same row twice", NEOX, 20, np.int32([2, 7, 2, 1]), "F32", "view")
+_fused_case("to a quantized cache", NEOX, 64, np.int64([7, 6]), "Q8_0")
 
 
 # ---- gradient -------------------------------------------------------------------------------------------------------
