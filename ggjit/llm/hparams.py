@@ -47,6 +47,7 @@ class Hparams:
         n_rot: elements of a head that rotate.
         eps: of the norms.
         n_expert: experts in each mixture, 0 for dense models.
+        n_expert_used: experts that a token meets.
 
     Raises:
         GgufError: a key is missing or its value cannot be.
@@ -68,6 +69,9 @@ class Hparams:
         if self.eps < 0:
             raise self.fail("attention.layer_norm_rms_epsilon", f"must not be negative, got {self.eps}")
         self.n_expert = self.count("expert_count", 0)
+        self.n_expert_used = self.count("expert_used_count", 0)
+        if self.n_expert and not 1 <= self.n_expert_used <= self.n_expert:
+            raise self.fail("expert_used_count", f"must be in [1, {self.n_expert}], got {self.n_expert_used}")
 
     def __contains__(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self._file.kv

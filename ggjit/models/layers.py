@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,3 +130,42 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def geglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Feed-forward block: down (gelu(gate x) * up x)."""
     return ops.mul_mat(down, ops.geglu_split(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
+
+
+MIN_WEIGHT_SUM = 6.103515625e-5  # the smallest normal f16: chosen weights are never divided by less
+
+
+def mixture(
+    g: DecodeGraph, x: Tensor, gate_inp: Tensor, gate: Tensor, up: Tensor, down: Tensor, n_used: int, il: int
+) -> Tensor:
+    """Feed-forward block of experts: each token's best few, weighted by their share of the router's softmax.
+
+    Args:
+        g: the graph.
+        x: f32 [n_embd, n].
+        gate_inp: the router, [n_embd, n_expert].
+        gate: of all experts, [n_embd, n_ff, n_expert].
+        up: [n_embd, n_ff, n_expert].
+        down: [n_ff, n_embd, n_expert].
+        n_used: experts of a token.
+        il: layer.
+
+    Returns:
+        f32 [n_embd, n].
+
+    Source: Mixtral of experts (2024); llama.cpp's build_moe_ffn.
+    """
+    n_embd, n, n_expert = x.ne[0], x.ne[1], gate_inp.ne[1]
+    logits = g.name(ops.mul_mat(gate_inp, x), "ffn_moe_logits", il)  # [n_expert, n]
+    probs = g.name(ops.soft_max(logits), "ffn_moe_probs", il)
+    order = ops.argsort(probs, 1)  # descending
+    ids = g.name(ops.view_2d(order, n_used, n, order.nb[1], 0), "ffn_moe_topk", il)  # [n_used, n]
+    weights = ops.get_rows(ops.reshape_3d(probs, 1, n_expert, n), ids)  # [1, n_used, n]
+    weights = ops.reshape_2d(weights, n_used, n)
+    weights = ops.div(weights, ops.clamp(ops.sum_rows(weights), MIN_WEIGHT_SUM, math.inf))
+    weights = g.name(ops.reshape_3d(weights, 1, n_used, n), "ffn_moe_weights_norm", il)
+    x = ops.reshape_3d(x, n_embd, 1, n)
+    x = ops.swiglu_split(ops.mul_mat_id(gate, x, ids), ops.mul_mat_id(up, x, ids))  # [n_ff, n_used, n]
+    x = ops.mul(ops.mul_mat_id(down, x, ids), weights)  # [n_embd, n_used, n]
+    parts = [ops.view_2d(x, n_embd, n, x.nb[2], u * x.nb[1]) for u in range(n_used)]
+    return functools.reduce(ops.add, parts) if n_used > 1 else ops.reshape_2d(x, n_embd, n)

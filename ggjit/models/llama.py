@@ -1,6 +1,6 @@
-"""The llama architecture: Llama 1 to 3, Mistral, SmolLM and all that share their graph.
+"""The llama architecture: Llama 1 to 3, Mistral, Mixtral, SmolLM and all that share their graph.
 
-Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward block.
+Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward block, or a mixture of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ggjit.llm.context import DecodeGraph
 from ggjit.llm.hparams import Hparams
 from ggjit.llm.loader import Loader
 from ggjit.models import architecture
-from ggjit.models.layers import Rope, attention, heads, linear, rms_norm, swiglu
+from ggjit.models.layers import Rope, attention, heads, linear, mixture, rms_norm, swiglu
 from ggjit.tensor import Tensor
 
 
@@ -32,6 +32,7 @@ class Layer:
     wo: Tensor
     bo: Tensor | None
     ffn_norm: Tensor
+    ffn_gate_inp: Tensor | None  # the router, where there are experts: the next three hold all of them
     ffn_gate: Tensor
     ffn_up: Tensor
     ffn_down: Tensor
@@ -42,8 +43,6 @@ class Llama:
     """Weights and graph."""
 
     def __init__(self, hparams: Hparams, loader: Loader) -> None:
-        if hparams.n_expert:
-            raise NotImplementedError(f"llama: layers must be dense, got {hparams.n_expert} experts")
         self.hparams, self.rope = hparams, Rope.from_hparams(hparams)
         n_embd, n_vocab = hparams.n_embd, loader.n_vocab
         self.tok_embd = loader.rows("token_embd.weight", n_embd, n_vocab)
@@ -59,6 +58,8 @@ class Llama:
         n_out, n_ff = hp.head_dim_v * hp.n_head(il), hp.n_ff(il)
         wqkv = loader.optional(loader.matrix, blk + "attn_qkv.weight", n_embd, n_q + n_k + n_v)
         split = wqkv is None
+        n_expert = (hp.n_expert,) if hp.n_expert else ()
+        s = "_exps" if n_expert else ""
         return Layer(
             attn_norm=loader.vector(blk + "attn_norm.weight", n_embd),
             wqkv=wqkv,
@@ -71,9 +72,10 @@ class Llama:
             wo=loader.matrix(blk + "attn_output.weight", n_out, n_embd),
             bo=loader.optional(loader.vector, blk + "attn_output.bias", n_embd),
             ffn_norm=loader.vector(blk + "ffn_norm.weight", n_embd),
-            ffn_gate=loader.matrix(blk + "ffn_gate.weight", n_embd, n_ff),
-            ffn_up=loader.matrix(blk + "ffn_up.weight", n_embd, n_ff),
-            ffn_down=loader.matrix(blk + "ffn_down.weight", n_ff, n_embd),
+            ffn_gate_inp=loader.matrix(blk + "ffn_gate_inp.weight", n_embd, *n_expert) if n_expert else None,
+            ffn_gate=loader.matrix(f"{blk}ffn_gate{s}.weight", n_embd, n_ff, *n_expert),
+            ffn_up=loader.matrix(f"{blk}ffn_up{s}.weight", n_embd, n_ff, *n_expert),
+            ffn_down=loader.matrix(f"{blk}ffn_down{s}.weight", n_ff, n_embd, *n_expert),
         )
 
     def build(self, g: DecodeGraph) -> Tensor:
@@ -87,10 +89,17 @@ class Llama:
                 cur, x = g.select_outputs(cur), g.select_outputs(x)
             x = g.name(ops.add(cur, x), "ffn_inp", il)
             cur = g.name(rms_norm(x, layer.ffn_norm, hp.eps), "ffn_norm", il)
-            cur = g.name(swiglu(cur, layer.ffn_gate, layer.ffn_up, layer.ffn_down), "ffn_out", il)
+            cur = self._feed_forward(g, cur, layer, il)
             x = g.name(ops.add(cur, x), "l_out", il)
         cur = g.name(rms_norm(x, self.output_norm, hp.eps), "result_norm")
         return g.name(ops.mul_mat(self.output, cur), "result_output")
+
+    def _feed_forward(self, g: DecodeGraph, cur: Tensor, layer: Layer, il: int) -> Tensor:
+        matrices = layer.ffn_gate, layer.ffn_up, layer.ffn_down
+        if layer.ffn_gate_inp is None:
+            return g.name(swiglu(cur, *matrices), "ffn_out", il)
+        n_used = self.hparams.n_expert_used
+        return g.name(mixture(g, cur, layer.ffn_gate_inp, *matrices, n_used, il), "ffn_moe_out", il)
 
     def _attention(self, g: DecodeGraph, cur: Tensor, layer: Layer, il: int) -> Tensor:
         hp = self.hparams
