@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
 from ggjit.fusion import Fused, Match
-from ggjit.op import NONE, PARAM_BYTES
+from ggjit.op import COUNTER_LINE, NONE, PARAM_BYTES
 from ggjit.tensor import PARAMS_AT, Dims, Tensor, new_node
 from ggjit.types import Type
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ggjit.jit import Kernel
 
 BARRIER, COUNTER = 1, 2
-COUNTER_LINE = 64  # the chunk counter has a cache line of its own
 SCRATCH_ALIGN = 64
 _RECORDS = 256  # headers in each context of a lowering
 _SRC_AT = 152

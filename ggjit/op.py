@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ggjit.tensor import Tensor
 
 PARAM_BYTES = 64
+COUNTER_LINE = 64  # first bytes of a work buffer: the chunk counter has a cache line of its own
 _FORMATS = {"f32": "f", "i32": "i", "i64": "q"}
 REGISTRY: dict[str, Op] = {}
 _BY_ID: dict[int, Op] = {}

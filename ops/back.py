@@ -19,7 +19,7 @@ import numpy as np
 
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.norm import rms_norm_scale
 from ggjit.ops.repeat import add_row
 from ggjit.ops.rope import ROPE, _rope, check_sections, lower_turn, turn_reference
@@ -38,7 +38,6 @@ RMS_NORM_BACK = Op("rms_norm_back", id=26, params=(("eps", "f32"),), inplace=Tru
 GET_ROWS_BACK = Op("get_rows_back", id=41)
 SOFT_MAX_BACK = Op("soft_max_back", id=47, params=(("scale", "f32"), ("max_bias", "f32")), inplace=True)
 ROPE_BACK = Op("rope_back", id=49, params=ROPE.params, inplace=True, nmse=1e-12)
-COUNTER_LINE = 64
 IDS = 2  # in a kernel's status: source 1 plus one
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_f32, unbroadcast
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.tensor import Tensor, can_repeat, encode, new_node, view_tensor
 from ggjit.types import Type
 
@@ -43,7 +43,6 @@ _PLAIN = {
     (types.BF16, types.F32): (types.BF16, types.F32),
 }
 _SLOT = 64  # bytes of 16 f32
-COUNTER_LINE = 64
 
 
 # --- builders ---------------------------------------------------------------------------------------------------------

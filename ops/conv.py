@@ -24,7 +24,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.im2col import conv_size, layout, patches, walk
 from ggjit.ops.lib.checks import require, require_contiguous, require_type
 from ggjit.ops.linalg import lower_f32
@@ -45,7 +45,6 @@ _PARAMS_3D = tuple(
 CONV_2D = Op("conv_2d", id=56, params=_PARAMS, nmse=5e-4)
 CONV_3D = Op("conv_3d", id=57, params=_PARAMS_3D, nmse=5e-4)
 CONV_2D_DW = Op("conv_2d_dw", id=58, params=_PARAMS)
-COUNTER_LINE = 64
 Walked = tuple[int, int, int, int, int, int]  # s0, s1, p0, p1, d0, d1
 SCRATCH = 256 << 10  # bytes of panels, to stay in L2
 COLUMNS = 8  # output channels of a tile

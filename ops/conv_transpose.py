@@ -17,7 +17,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.conv import as_matrix_f32
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.tensor import Tensor, new_node
@@ -30,7 +30,6 @@ __all__ = ["conv_transpose_1d", "conv_transpose_2d_p0"]
 
 CONV_TRANSPOSE_1D = Op("conv_transpose_1d", id=51, params=(("s0", "i32"), ("p0", "i32"), ("d0", "i32")))
 CONV_TRANSPOSE_2D = Op("conv_transpose_2d", id=59, params=(("stride", "i32"),), nmse=5e-4)
-COUNTER_LINE = 64
 
 
 # --- builders ---------------------------------------------------------------------------------------------------------

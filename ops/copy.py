@@ -20,7 +20,7 @@ import numpy as np
 
 from ggjit import ops, types
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.views import as_dims
 from ggjit.tensor import Tensor, encode, new_node, view_tensor
 from ggjit.types import Type
@@ -33,7 +33,6 @@ __all__ = ["cast", "cont", "cont_1d", "cont_2d", "cont_3d", "cont_4d", "cpy", "d
 DUP = Op("dup", id=1)
 CPY = Op("cpy", id=34)
 CONT = Op("cont", id=35)
-COUNTER_LINE = 64
 TILE = 16
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, unbroadcast, zeros
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.linalg import load_few
 from ggjit.tensor import Tensor, new_node
@@ -31,7 +31,6 @@ DSV4_HC_COMB = Op("dsv4_hc_comb", id=88, params=(("eps", "f32"), ("n_iter", "i32
 DSV4_HC_COMB_BACK = Op("dsv4_hc_comb_back", params=(("eps", "f32"), ("n_iter", "i32")), nmse=1e-6)
 DSV4_HC_PRE = Op("dsv4_hc_pre", id=89, params=(("scale", "f32"), ("gated", "i32")))
 DSV4_HC_POST = Op("dsv4_hc_post", id=90)
-COUNTER_LINE = 64
 STREAMS = 4  # of hc_comb
 FIRST = 8  # of the 24 mixing values; those before are dsv4_hc_pre's and dsv4_hc_post's
 

@@ -15,7 +15,7 @@ import numpy as np
 from ggjit import types
 from ggjit.autodiff import as_contiguous
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.binary import div, mul, sub
 from ggjit.ops.copy import cont
 from ggjit.ops.lib.checks import require_type
@@ -37,7 +37,6 @@ __all__ = ["group_norm", "l2_norm"]
 
 GROUP_NORM = Op("group_norm", id=27, params=(("n_groups", "i32"), ("eps", "f32")), inplace=True)
 L2_NORM = Op("l2_norm", id=28, params=(("eps", "f32"),), inplace=True)
-COUNTER_LINE = 64
 
 
 # --- group_norm -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, as_f32, unbroadcast
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.recurrence_back import dot
 from ggjit.tensor import Tensor, new_node
@@ -28,7 +28,6 @@ memory = lazy_module("ggjit.ops.lib.memory")
 __all__ = ["lightning_indexer"]
 
 LIGHTNING_INDEXER = Op("lightning_indexer", id=87, nmse=1e-6)
-COUNTER_LINE = 64
 LARGE = 1e5  # beyond all f16
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ggjit import types
 from ggjit.autodiff import as_contiguous
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.binary import mul, sub
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.math import clamp, log
@@ -33,7 +33,6 @@ __all__ = ["cross_entropy_loss", "cross_entropy_loss_back"]
 
 CROSS_ENTROPY_LOSS = Op("cross_entropy_loss", id=96)
 CROSS_ENTROPY_LOSS_BACK = Op("cross_entropy_loss_back", id=97, inplace=True)
-COUNTER_LINE = 64
 
 
 def _check(where: str, a: Tensor, b: Tensor, names: tuple[str, str]) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from ggjit import types
 from ggjit.autodiff import as_f32, refuse, unbroadcast
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.mul_mat import check_mul_mat, is_packed, lower_activations, takes, transposed
 from ggjit.ops.recurrence_back import add_scaled
@@ -45,7 +45,6 @@ __all__ = ["mul_mat_id"]
 
 MUL_MAT_ID = Op("mul_mat_id", id=30, params=(("prec", "i32"), ("hint", "i32")), nmse=5e-4, packed=(0,))
 MUL_MAT_ID_BACK = Op("mul_mat_id_back")
-COUNTER_LINE = 64
 COLUMNS = 4  # of the tile for few columns
 TILE = 64 * 16  # bytes of a tile's result: up to 16 columns
 HEAD = 2  # words before the experts in the route

@@ -11,8 +11,8 @@ bits depend neither on the threads nor on what surrounds the row. A row belongs 
 | scalar sum | 10 times slower: the compiler may not reorder it |
 | 32 partial sums | as fast as the row is read from the first cache |
 
-With the product by a weight that follows it in every model (and the sum with a bias) it is one step: the row is still in
-the first cache.
+With the product by a weight that follows it in every model (and the sum with a bias) it is one step: the row is still
+in the first cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.tensor import Tensor, new_node, view_tensor
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -35,7 +35,6 @@ __all__ = ["norm", "rms_norm"]
 
 NORM = Op("norm", id=24, params=(("eps", "f32"),), inplace=True)
 RMS_NORM = Op("rms_norm", id=25, params=(("eps", "f32"),), inplace=True)
-COUNTER_LINE = 64
 
 
 def _norm(op: Op, a: Tensor, eps: float, inplace: bool) -> Tensor:

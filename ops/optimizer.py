@@ -15,7 +15,7 @@ import numpy as np
 
 from ggjit import types
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.tensor import FLAG_PARAM, Tensor, view_tensor
 
@@ -28,7 +28,6 @@ __all__ = ["opt_step_adamw", "opt_step_sgd"]
 
 OPT_STEP_ADAMW = Op("opt_step_adamw", id=98, state=(2, 3))
 OPT_STEP_SGD = Op("opt_step_sgd", id=99)
-COUNTER_LINE = 64
 
 
 def _check(where: str, a: Tensor, grad: Tensor, moments: tuple[Tensor, ...], params: Tensor, n_params: int) -> None:

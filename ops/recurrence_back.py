@@ -23,7 +23,7 @@ import numpy as np
 
 from ggjit import ops, types
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require
 from ggjit.tensor import Dims, Tensor, new_node
 
@@ -33,7 +33,6 @@ vec = lazy_module("ggjit.ops.lib.vec")
 __all__: list[str] = []
 
 RECURRENCE_BACK = Op("recurrence_back", params=(("before", "i32"),), nmse=1e-6)
-COUNTER_LINE = 64
 
 
 def recurrence_back(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor | None, b: Tensor | None, s: Tensor,

@@ -19,7 +19,7 @@ import numpy as np
 
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.binary import add, sub
 from ggjit.ops.norm import sum_of
 from ggjit.ops.repeat import repeat
@@ -39,7 +39,6 @@ CUMSUM = Op("cumsum", id=16, inplace=True)
 MEAN = Op("mean", id=17)
 ARGMAX = Op("argmax", id=18)
 COUNT_EQUAL = Op("count_equal", id=19)
-COUNTER_LINE = 64
 PIECE = 4096  # elements of a row that are summed at once
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.copy import cont
 from ggjit.ops.norm import sum_of
 from ggjit.ops.views import as_dims, view_4d
@@ -33,7 +33,6 @@ __all__ = ["concat", "repeat", "repeat_4d", "repeat_back"]
 REPEAT = Op("repeat", id=20)
 REPEAT_BACK = Op("repeat_back", id=21)
 CONCAT = Op("concat", id=22, params=(("dim", "i32"),))
-COUNTER_LINE = 64
 
 
 # --- repeat -----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ggjit import ops, types
 from ggjit.autodiff import refuse
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.rows import SET_ROWS
 from ggjit.ops.views import permute
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -46,7 +46,6 @@ __all__ = ["rope", "rope_ext", "rope_multi"]
 NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
 MODES = (NORMAL, NEOX, MROPE, VISION, IMROPE)
 MULTI = (MROPE, VISION, IMROPE)
-COUNTER_LINE = 64
 IDS = 3  # in a kernel's status: source 2 plus one
 ROPE = Op(
     "rope", id=48, inplace=True, nmse=1e-12,

@@ -17,7 +17,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import zeros
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.copy import as_type
 from ggjit.ops.views import VIEW
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -30,7 +30,6 @@ __all__ = ["get_rows", "set_rows"]
 
 GET_ROWS = Op("get_rows", id=40)
 SET_ROWS = Op("set_rows", id=42)
-COUNTER_LINE = 64
 IDS = 2  # in a kernel's status: source 1 plus one
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, zeros
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops import binary, copy
 from ggjit.ops.binary import binary_row, binary_row_by_one, make_binary
 from ggjit.ops.repeat import add_row
@@ -38,7 +38,6 @@ ADD_ID = Op("add_id", id=3)
 ADD1 = Op("add1", id=4, inplace=True)
 ACC = Op("acc", id=5, params=_REGION)
 SET = Op("set", id=33, params=_REGION)
-COUNTER_LINE = 64
 IDS = 3  # in a kernel's status: source 2 plus one
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require_type
 from ggjit.tensor import Tensor, new_node
 
@@ -27,7 +27,6 @@ __all__ = ["argsort", "top_k"]
 ARGSORT = Op("argsort", id=69, params=(("order", "i32"),))
 TOP_K = Op("top_k", id=70)
 ASCENDING, DESCENDING = 0, 1
-COUNTER_LINE = 64
 HISTOGRAM = 8 * 256
 FEW = 64
 

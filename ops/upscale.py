@@ -23,7 +23,7 @@ import numpy as np
 
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.copy import cont
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.mul_mat import mul_mat
@@ -40,7 +40,6 @@ __all__ = ["interpolate", "upscale"]
 UPSCALE = Op("upscale", id=63, params=(("mode", "i32"),))
 NEAREST, BILINEAR, BICUBIC = 0, 1, 2
 ALIGN_CORNERS, ANTIALIAS = 256, 512
-COUNTER_LINE = 64
 
 
 def upscale(a: Tensor, scale_factor: int, mode: int) -> Tensor:

@@ -14,6 +14,7 @@ import functools
 
 from ggjit import types
 from ggjit.jit import jitted, kernel, lazy_module
+from ggjit.op import COUNTER_LINE
 from ggjit.ops.lib import attention as tiles
 from ggjit.ops.lib.attention import BYTES, CHUNK, LOG2E, MINUS_INF, TILE, padded
 from ggjit.ops.lib.emitted import emitted
@@ -23,7 +24,6 @@ emit = lazy_module("ggjit.ops.lib.emit")
 memory = lazy_module("ggjit.ops.lib.memory")
 atomics = lazy_module("ggjit.ops.lib.atomics")
 
-COUNTER_LINE = 64
 SPLIT_BELOW = 16  # items: fewer are split by chunks
 TENSORS = ("dst", "q", "k", "v", "mask", "sinks")
 ARGUMENTS = (*(t + part for t in TENSORS for part in ("", "_ne", "_nb")), "params", "work", "ith", "nth")
