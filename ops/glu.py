@@ -32,7 +32,7 @@ __all__ = [
 
 FUNCTIONS = ("reglu", "geglu", "swiglu", "swiglu_oai", "geglu_erf", "geglu_quick", "swiglu_clamp")
 """Names in the order of ggml's numbers."""
-_GATES = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick"}
+GATES = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick"}
 
 GLU = Op("glu", id=100, params=(("function", "i32"), ("swapped", "i32"), ("alpha", "f32"), ("limit", "f32")))
 
@@ -79,8 +79,8 @@ def glu(a: Tensor, b: Tensor | None, function: str, *, swapped: bool = False) ->
 
     Source: Shazeer, GLU variants improve transformer (2020); ggml_glu, ggml_glu_split.
     """
-    if function not in _GATES:
-        raise ValueError(f"glu: function must be one of {', '.join(_GATES)}, got {function!r}")
+    if function not in GATES:
+        raise ValueError(f"glu: function must be one of {', '.join(GATES)}, got {function!r}")
     return _glu(function, a, b, swapped)
 
 
@@ -211,8 +211,8 @@ def _(node, a, b=None):
     name, p = FUNCTIONS[node.params.function], node.params
     n = node.ne[0]
     x, g = (a, b) if b is not None else (a[..., n:], a[..., :n]) if p.swapped else (a[..., :n], a[..., n:])
-    if name in _GATES:
-        return FORMULAS[_GATES[name]](x) * g
+    if name in GATES:
+        return FORMULAS[GATES[name]](x) * g
     x, g = np.minimum(x, p.limit), np.clip(g, -p.limit, p.limit)
     return x / (1 + np.exp(-p.alpha * x)) * (g + 1) if name == "swiglu_oai" else FORMULAS["silu"](x) * g
 
@@ -236,9 +236,9 @@ def clamp_lanes(x, g, alpha, limit):
 @functools.cache
 def glu_lanes(function: str, type_name: str):
     """Helper (x, g, alpha, limit) -> vector."""
-    if function not in _GATES:
+    if function not in GATES:
         return {"swiglu_oai": oai_lanes, "swiglu_clamp": clamp_lanes}[function]
-    gate = lanes_of(_GATES[function], type_name)
+    gate = lanes_of(GATES[function], type_name)
 
     @jitted
     def lanes(x, g, alpha, limit):
@@ -348,8 +348,8 @@ def _clamped_gate(p, name, x, g, grad):
 def _(node, grad, need):
     name, p = FUNCTIONS[node.params.function], node.params
     x, g = _halves(node)
-    if name in _GATES:
-        gate = _GATES[name]
+    if name in GATES:
+        gate = GATES[name]
         dx, dg = ops.unary_back(ops.mul(grad, g), x, gate), ops.mul(grad, ops.unary(x, gate))
     else:
         dx, dg = _clamped_gate(p, name, x, g, grad)
@@ -364,7 +364,7 @@ def _(node, grad, need):
 def _cases():
     from ggjit.ops.views import view_2d
 
-    for name in _GATES:
+    for name in GATES:
         GLU.case(name)(lambda t, f=name: glu(t("F32", 130, 3, low=-6, high=6), None, f))
         GLU.case(f"{name}, swapped")(lambda t, f=name: glu(t("F32", 66, 2, 2, low=-6, high=6), None, f, swapped=True))
         GLU.case(f"{name}, split")(lambda t, f=name: glu(t("F32", 65, low=-6, high=6), t("F32", 65), f))

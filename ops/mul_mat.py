@@ -12,19 +12,26 @@ weights' type wants by a step of its own, shared by all products of the same b:
     BF16           rounded to bf16
 
 Up to 16 columns tiles read the panel itself; for more it is prepared once per group of panels (see `panel_kernels`).
-The ladder of the tiles is in `panel` and `float_panel`. Every variant gives the same bits.
+The ladder of the tiles is in `panel` and `float_panel`. Every variant gives the same bits. Bias, residual and
+activation that follow a product, and both products of a gated unit, are one step with it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 
 from ggjit import ops, types
 from ggjit.autodiff import as_f32, refuse
-from ggjit.jit import lazy_module
+from ggjit.fusion import Fused
+from ggjit.jit import jitted, lazy_module
 from ggjit.op import Op
+from ggjit.ops.binary import ADD
+from ggjit.ops.glu import FUNCTIONS, GATES, GLU
+from ggjit.ops.unary import FUNCTIONS as UNARY_FUNCTIONS
+from ggjit.ops.unary import UNARY, lanes_of
 from ggjit.tensor import Dims, Tensor, new_node
 from ggjit.types import Type
 
@@ -151,6 +158,38 @@ def lower_tiles(low, y: Tensor, columns: int) -> Tensor:
     return _derived(low, y, f"act_tiles {columns}", activations.tile_kernel(columns), types.I32, ne)
 
 
+def lower_product(low, a: Tensor, b: Tensor, dst: Tensor, end=None, sources: tuple[Tensor, ...] = ()) -> None:
+    """Emit the steps of a product, and of what is done to its rows in the same step.
+
+    Args:
+        low: the lowering.
+        a: weights.
+        b: activations.
+        dst: the result.
+        end: a `panel_kernels.End`.
+        sources: what the end reads.
+    """
+    y = lower_activations(low, a, b)
+    packed, n = is_packed(a), b.ne[1]
+    along = 2 if _is_along_2(a, b) else 1
+    n = b.ne[2] // a.ne[2] if along == 2 else n
+    name = a.type.name
+    if n > kernels.FEW and along == 1:
+        columns, kernel = kernels.many_columns(name), kernels.many_kernel(name, packed, end)
+        work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads, end)
+    else:
+        columns = kernels.tile_columns(n)
+        kernel = kernels.few_kernel(name, columns, packed, along, end)
+        work = kernels.few_work_size(a.type, a.ne[0], packed, low.n_threads, end)
+    y = lower_tiles(low, y, kernels.tile_width(name, columns, along))
+    low.emit(kernel, dst, src=(a, y, *sources), work=work)
+
+
+def _is_along_2(a: Tensor, b: Tensor) -> bool:
+    """Has each matrix one column, and do several share weights?"""
+    return b.ne[1] == 1 and b.ne[2] > a.ne[2]
+
+
 @MUL_MAT.lower
 def _(low, node):
     a, b = node.src
@@ -158,20 +197,7 @@ def _(low, node):
         raise NotImplementedError(
             f"mul_mat: the CPU must have kernels for the types, got {a.type.name} and {b.type.name} ('{node.name}')"
         )
-    y = lower_activations(low, a, b)
-    packed, n = is_packed(a), b.ne[1]
-    along = 2 if n == 1 and b.ne[2] > a.ne[2] else 1
-    n = b.ne[2] // a.ne[2] if along == 2 else n
-    name = a.type.name
-    if n > kernels.FEW and along == 1:
-        columns, kernel = kernels.many_columns(name), kernels.many_kernel(name, packed)
-        work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads)
-    else:
-        columns = kernels.tile_columns(n)
-        kernel = kernels.few_kernel(name, columns, packed, along)
-        work = kernels.few_work_size(a.type, a.ne[0], packed, low.n_threads)
-    y = lower_tiles(low, y, kernels.tile_width(name, columns, along))
-    low.emit(kernel, node, src=(a, y), work=work)
+    lower_product(low, a, b, node)
 
 
 @MUL_MAT.flops
@@ -220,6 +246,125 @@ def _(t):
 @MUL_MAT.case("q6_k many columns")
 def _(t):
     return mul_mat(t("Q6_K", 1280, 20), t("F32", 1280, 18))
+
+
+# ---- fusion with what follows --------------------------------------------------------------------------------------
+
+
+@jitted
+def add_lanes(x, b):
+    """x + b."""
+    return x + b
+
+
+@jitted
+def add_twice_lanes(x, b, c):
+    """(x + b) + c."""
+    return (x + b) + c
+
+
+@functools.cache
+def add_unary_end(function: str):
+    """The end f(x + b)."""
+    lanes = lanes_of(function, "F32")
+
+    @jitted
+    def add_unary_lanes(x, b):
+        return lanes(x + b)
+
+    return kernels.End(add_unary_lanes, 1)
+
+
+@functools.cache
+def gate_end(function: str):
+    """The end f(x) * b, b being a second product."""
+    lanes = lanes_of(function, "F32")
+
+    @jitted
+    def gate_lanes(x, b):
+        return lanes(x) * b
+
+    return kernels.End(gate_lanes, 1, True)
+
+
+@functools.cache
+def sum_end(n: int):
+    """The end x + b, or (x + b) + c."""
+    return kernels.End(add_lanes, 1) if n == 1 else kernels.End(add_twice_lanes, 2)
+
+
+def _term(node, x):
+    """The f32 rows that a node adds to x; None if it does something else."""
+    if node is None or node.op is not ADD or node.src[0] is not x or node.type is not types.F32:
+        return None
+    other = node.src[1]
+    fits = other.type is types.F32 and other.is_contiguous_rows and other.ne[0] == node.ne[0]
+    return other if fits and node.is_contiguous_rows else None
+
+
+@MUL_MAT.fusion
+def _(match, node):
+    """Both products of a gated unit and the unit."""
+    unit = match.reader(node)
+    if unit is None or unit.op is not GLU or len(unit.src) != 2 or unit.type is not types.F32:
+        return None
+    function = GATES.get(FUNCTIONS[unit.params.function])
+    gate, up = unit.src
+    if function is None or any(t.op is not MUL_MAT or match.reader(t) is not unit for t in unit.src):
+        return None
+    (a, b), (c, d) = gate.src, up.src
+    alike = a.type is c.type and a.ne == c.ne and is_packed(a) == is_packed(c) and b is d
+    if gate is up or not alike or b.ne[2:] != (1, 1) or not takes(a, b) or not takes(c, b):
+        return None
+    other = up if node is gate else gate
+    return Fused(
+        (node, other, unit), (a, c, b), (), lambda low: lower_product(low, a, b, unit, gate_end(function), (c,))
+    )
+
+
+@MUL_MAT.fusion
+def _(match, node):
+    """A product, add of a bias or of the residual, and then the other or an activation; or without the last."""
+    a, b = node.src
+    add = match.reader(node)
+    term = _term(add, node)
+    if term is None or _is_along_2(a, b) or not takes(a, b):
+        return None
+    chain, end, sources = (node, add), sum_end(1), (term,)
+    after = match.reader(add)
+    second = _term(after, add)
+    if second is not None:
+        chain, end, sources = (node, add, after), sum_end(2), (term, second)
+    elif after is not None and after.op is UNARY and after.is_contiguous_rows:
+        function = UNARY_FUNCTIONS[after.params.function]
+        if function != "xielu":
+            chain, end = (node, add, after), add_unary_end(function)
+    return Fused(chain, (a, b, *sources), (), lambda low: lower_product(low, a, b, chain[-1], end, sources))
+
+
+def _fused_cases():
+    def product(t, kind, n, k=96, m=37):
+        return mul_mat(t(kind, k, m), t("F32", k, n))
+
+    for kind, n, k in (("Q4_0", 1, 96), ("Q8_0", 3, 96), ("Q4_0", 21, 1088), ("F32", 2, 50), ("F32", 18, 300)):
+        name = f"{kind}, {n} columns"
+        MUL_MAT.fused_case(f"bias, {name}")(lambda t, f=kind, n=n, k=k: ops.add(product(t, f, n, k), t("F32", 37)))
+        MUL_MAT.fused_case(f"gated unit, {name}")(lambda t, f=kind, n=n, k=k: _gated(t, f, n, k))
+    MUL_MAT.fused_case("bias and residual")(
+        lambda t: ops.add(ops.add(product(t, "Q4_0", 2), t("F32", 37)), t("F32", 37, 2))
+    )
+    MUL_MAT.fused_case("bias and activation")(lambda t: ops.gelu(ops.add(product(t, "F16", 20), t("F32", 37))))
+    MUL_MAT.fused_case("residual of repeated weights")(
+        lambda t: ops.add(mul_mat(t("F32", 40, 20), t("F32", 40, 3, 4, 2)), t("F32", 20, 3, 2))
+    )
+
+
+def _gated(t, kind, n, k):
+    x = t("F32", k, n)
+    return ops.swiglu_split(mul_mat(t(kind, k, 37), x), mul_mat(t(kind, k, 37), x))
+
+
+_fused_cases()
 
 
 # ---- gradient ------------------------------------------------------------------------------------------------------

@@ -8,9 +8,13 @@
 Weights are panels already (`packed`), or rows with any strides, which a thread packs 16 at a time into its scratch, so
 that the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
 
+What follows the product may be part of it (`End`): a thread that has finished some rows of some columns goes over them
+once more while they are in the first cache. So bias, residual and activation need no step of their own, nor does the
+product of a gated unit's second matrix.
+
 Sources: src0 weights {ne00, ne01, ne02, ne03}; src1 activations in the form of `weights(...).activations`, rows i1 of
-matrices i2, i3; act_tiles of them where `tile_width` says so. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples
-of ne02 and ne03.
+matrices i2, i3; act_tiles of them where `tile_width` says so; src2 and src3 what an end reads, else absent. dst f32
+{ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples of ne02 and ne03.
 """
 
 import functools
@@ -23,14 +27,31 @@ from ggjit.ops.lib.emit import ROWS
 
 atomics = lazy_module("ggjit.ops.lib.atomics")
 memory = lazy_module("ggjit.ops.lib.memory")
+rows = lazy_module("ggjit.ops.lib.rows")
+vec = lazy_module("ggjit.ops.lib.vec")
 
 LINE = 64  # the chunk counter's line at the start of the work buffer
 COLUMNS = (1, 2, 3, 4, 6, 8)
 FEW = 16  # columns up to which tiles read the panel itself
 MIN_CHUNK = 8192  # bytes of weights that are worth a step of the counter
 SCRATCH = 256 << 10  # bytes of prepared panels, to stay in L2
+SECOND = 256 << 10  # bytes of the second product of a pair
 SLICE = {"F32": 256, "F16": 256, "BF16": 512}  # k of a slice; quantized types: QUANT_SLICE
 QUANT_SLICE = 1024
+
+
+class End(NamedTuple):
+    """What is done to the product's rows, f32, 16 at a time.
+
+    Attributes:
+        lanes: jitted (x, b) of the product and src2, or (x, b, c) with src3.
+        n_src: 1 or 2, the sources it reads: f32, rows as long as those of dst, repeated along dimensions 1 to 3.
+        is_pair: src2 is a second matrix of weights, in the form of src0, and b its product; one matrix of each.
+    """
+
+    lanes: Any
+    n_src: int
+    is_pair: bool = False
 
 
 class Weights(NamedTuple):
@@ -108,6 +129,37 @@ def next_chunk(work, number, start, end, least, total, nth):
     return (number, start, end) if number == taken else (number, total, total)
 
 
+# ---- ends ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def end_row(end):
+    """Jitted (dst, to, n, src2, by2, src3, by3): an end on n contiguous f32 of dst, in place."""
+    if end is None:
+
+        @jitted
+        def row(dst, to, n, src2, by2, src3, by3):
+            pass
+
+        return row
+    lanes, n_src = end.lanes, end.n_src
+
+    @jitted
+    def value(dst, to, src2, by2, src3, by3, n):
+        x = vec.load_first(dst, to, n)
+        if n_src == 1:
+            return lanes(x, vec.load_first(src2, by2, n))
+        return lanes(x, vec.load_first(src2, by2, n), vec.load_first(src3, by3, n))
+
+    @jitted
+    def row(dst, to, n, src2, by2, src3, by3):
+        for i in range(0, 4 * n, 64):
+            rest = n - i // 4
+            vec.store_first(dst, to + i, value(dst, to + i, src2, by2 + i, src3, by3 + i, rest), rest)
+
+    return row
+
+
 # ---- few columns ---------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +174,7 @@ def tile_width(type_name, columns, along=1):
 
 
 @functools.cache
-def few_kernel(type_name, columns, packed, along=1):
+def few_kernel(type_name, columns, packed, along=1, end=None):
     """Kernel for up to 16 columns, a tile of `columns` at a time.
 
     Args:
@@ -130,6 +182,7 @@ def few_kernel(type_name, columns, packed, along=1):
         columns: columns of the tile.
         packed: src0 holds panels; else rows, packed into the thread's scratch.
         along: dimension of src1 that columns lie along; 2 where each matrix has one column and several share weights.
+        end: the `End`; with along 1.
     """
     unit, nbytes, _, _, _, pack = weights(type_name)
     per_row = columns if tile_width(type_name, columns, along) else 1
@@ -137,9 +190,24 @@ def few_kernel(type_name, columns, packed, along=1):
         tile = float_panel.float_tile(type_name, columns, per_row > 1, panel.AHEAD if columns >= 3 else 0)
     else:
         tile = panel.panel_tile(type_name, columns)
+    finish, is_pair, ends = end_row(end), end is not None and end.is_pair, end is not None
+    second = 64 * FEW if is_pair else 0
+
+    @jitted
+    def panel_address(src, src_ne, src_nb, at, p, n_rows, size, work, scratch):
+        """Where panel p, number `at` of all matrices, can be read."""
+        if packed:
+            return memory.address(src) + at * size
+        matrix = at // ((src_ne[1] + 15) // 16)
+        offs = matrix % src_ne[2] * src_nb[2] + matrix // src_ne[2] * src_nb[3] + 16 * p * src_nb[1]
+        pack(src, offs, src_nb[1], n_rows if n_rows < 16 else 16, work, scratch, src_ne[0])
+        return memory.address(work) + scratch
 
     @kernel(counter=True)
-    def mul_mat_few(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
+    def mul_mat_few(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, src3, src3_ne,
+        src3_nb, op_params, work, ith, nth,
+    ):  # fmt: skip
         n_units = (src0_ne[0] + unit - 1) // unit
         size = n_units * nbytes
         n_panels = (src0_ne[1] + 15) // 16
@@ -150,34 +218,52 @@ def few_kernel(type_name, columns, packed, along=1):
         total = n_panels * src0_ne[2] * src0_ne[3]
         least = (MIN_CHUNK + size - 1) // (size + 1)
         least = least if least > 1 else 1
-        scratch = 64 + ith * ((size + 63) // 64 * 64)
-        number, start, end = next_chunk(work, -1, 0, 0, least, total, nth)
+        u = 64 + ith * (second + (0 if packed else (size + 63) // 64 * 64))
+        scratch = u + second
+        number, start, stop = next_chunk(work, -1, 0, 0, least, total, nth)
         while start < total:
-            for at in range(start, end):
+            for at in range(start, stop):
                 p, matrix = at % n_panels, at // n_panels
                 i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
                 n_rows = src0_ne[1] - 16 * p
-                if packed:
-                    w = memory.address(src0) + at * size
-                else:
-                    rows = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1]
-                    pack(src0, rows, src0_nb[1], n_rows if n_rows < 16 else 16, work, scratch, src0_ne[0])
-                    w = memory.address(work) + scratch
+                w = panel_address(src0, src0_ne, src0_nb, at, p, n_rows, size, work, scratch)
                 for j in range(repeats * r3):
                     i2, i3 = i02 * r2 + j % repeats, i03 * r3 + j // repeats
                     y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3]
-                    out = memory.address(dst) + i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * p
+                    out = i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * p
                     for c in range(0, n_cols, columns):
-                        y_c, out_c = y + c // per_row * src1_nb[along], out + c * dst_nb[along]
+                        y_c, out_c = y + c // per_row * src1_nb[along], memory.address(dst) + out + c * dst_nb[along]
                         tile(w, y_c, src1_nb[along], out_c, dst_nb[along], n_units, n_rows, n_cols - c, 0)
-            number, start, end = next_chunk(work, number, start, end, least, total, nth)
+                    if is_pair:
+                        w = panel_address(src2, src2_ne, src2_nb, at, p, n_rows, size, work, scratch)
+                        for c in range(0, n_cols, columns):
+                            y_c, out_c = y + c // per_row * src1_nb[1], memory.address(work) + u + 64 * c
+                            tile(w, y_c, src1_nb[1], out_c, 64, n_units, n_rows, n_cols - c, 0)
+                    if ends:
+                        n = n_rows if n_rows < 16 else 16
+                        for c in range(n_cols):
+                            to = out + c * dst_nb[1]
+                            if is_pair:
+                                finish(dst, to, n, work, u + 64 * c, work, u)
+                            else:
+                                by2 = 64 * p + repeated_or_0(src2_ne, src2_nb, c, i2, i3)
+                                by3 = 64 * p + repeated_or_0(src3_ne, src3_nb, c, i2, i3)
+                                finish(dst, to, n, src2, by2, src3, by3)
+            number, start, stop = next_chunk(work, number, start, stop, least, total, nth)
 
     return mul_mat_few
 
 
-def few_work_size(type, ne00, packed, nth):
+@jitted
+def repeated_or_0(ne, nb, i1, i2, i3):
+    """`rows.repeated`, 0 for an absent source."""
+    return rows.repeated(ne, nb, i1, i2, i3) if ne[0] > 0 else 0
+
+
+def few_work_size(type, ne00, packed, nth, end=None):
     """Scratch of `few_kernel` for nth threads, the counter's line not counted."""
-    return 0 if packed else nth * -(-panel_nbytes(type, ne00) // 64) * 64
+    size = 0 if packed else -(-panel_nbytes(type, ne00) // 64) * 64
+    return nth * (size + (64 * FEW if end is not None and end.is_pair else 0))
 
 
 # ---- many columns --------------------------------------------------------------------------------------------------
@@ -253,22 +339,31 @@ def share(n_panels, n_matrices, n_cols, slot, columns, nth):
     return group, (chunk if chunk > 4 else 4) * columns
 
 
-def many_work_size(type, ne00, packed, nth):
+def many_work_size(type, ne00, packed, nth, end=None):
     """Scratch of `many_kernel` for nth threads, the counter's line not counted."""
     form, w = prepared(type.name, packed), weights(type.name)
     n = min(slice_units(type.name), -(-ne00 // w.unit))
     slots = max(SCRATCH, n * form.nbytes) if form.nbytes else 0
-    return nth * (-(-slots // 64) + -(-(n * form.packed_nbytes) // 64)) * 64
+    second = SECOND if end is not None and end.is_pair else 0
+    return nth * (second + (-(-slots // 64) + -(-(n * form.packed_nbytes) // 64)) * 64)
 
 
 @functools.cache
-def many_kernel(type_name, packed):
-    """Kernel for more than 16 columns."""
+def many_kernel(type_name, packed, end=None):
+    """Kernel for more than 16 columns.
+
+    Args:
+        type_name: type of the weights.
+        packed: src0 holds panels; else rows, packed into the thread's scratch.
+        end: the `End`.
+    """
     unit, nbytes, row_nbytes, _, _, pack = weights(type_name)
     u_nbytes, packed_nbytes, tile, columns, y_nbytes, convert, n_scale = prepared(type_name, packed)
     per_row = columns if type_name in float_panel.UNITS else 1
     in_place, converts = u_nbytes == 0, convert is not None
     kb = slice_units(type_name)
+    finish, is_pair, ends = end_row(end), end is not None and end.is_pair, end is not None
+    second = SECOND if is_pair else 0
 
     @jitted
     def prepare(src0, offs, row_stride, n_rows, k, n, work, u, scratch):
@@ -282,8 +377,43 @@ def many_kernel(type_name, packed):
         else:
             pack(src0, offs, row_stride, n_rows, work, u, k)
 
+    @jitted
+    def block(src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, matrix, first, last, c0, c1, n_cols, out, nb1, nb2, nb3,
+              work, base, scratch, slot):  # fmt: skip
+        """Panels first to last of a matrix times columns c0 to c1 of all that share it."""
+        n_units, n_panels = (src0_ne[0] + unit - 1) // unit, (src0_ne[1] + 15) // 16
+        r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
+        i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
+        for k0 in range(0, n_units, kb):
+            m = kb if k0 + kb < n_units else n_units - k0
+            k = m * unit if (k0 + m) * unit < src0_ne[0] else src0_ne[0] - k0 * unit
+            for p in range(first, last):
+                n_rows = src0_ne[1] - 16 * p
+                if packed:
+                    offs = ((matrix * n_panels + p) * n_units + k0) * nbytes
+                else:
+                    offs = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1] + k0 * row_nbytes
+                n_rows = n_rows if n_rows < 16 else 16
+                prepare(src0, offs, src0_nb[1], n_rows, k, m, work, base + (p - first) * slot, scratch)
+            for j in range(r2 * r3):
+                i2, i3 = i02 * r2 + j % r2, i03 * r3 + j // r2
+                y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3] + k0 * y_nbytes
+                to = out + i2 * nb2 + i3 * nb3
+                for c in range(c0, c1, columns):
+                    for p in range(first, last):
+                        w = memory.address(work) + base + (p - first) * slot
+                        if in_place:
+                            w = memory.address(src0) + ((matrix * n_panels + p) * n_units + k0) * nbytes
+                        tile(
+                            w, y + c // per_row * src1_nb[1], src1_nb[1], to + c * nb1 + 64 * p, nb1, m * n_scale,
+                            src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
+                        )  # fmt: skip
+
     @kernel(counter=True)
-    def mul_mat_many(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
+    def mul_mat_many(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, src3, src3_ne,
+        src3_nb, op_params, work, ith, nth,
+    ):  # fmt: skip
         n_units = (src0_ne[0] + unit - 1) // unit
         n_panels, n_cols = (src0_ne[1] + 15) // 16, dst_ne[1]
         r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
@@ -292,47 +422,58 @@ def many_kernel(type_name, packed):
         group, chunk = share(
             n_panels, src0_ne[2] * src0_ne[3], n_cols, slice_n * (nbytes if in_place else u_nbytes), columns, nth
         )
+        if is_pair:
+            group, chunk = fitting(group, chunk, columns)
         n_groups, n_chunks = (n_panels + group - 1) // group, (n_cols + chunk - 1) // chunk
         total = n_groups * n_chunks * src0_ne[2] * src0_ne[3]
         slots = ((slot if slot > SCRATCH else SCRATCH) + 63) // 64 * 64 if u_nbytes else 0
-        base = 64 + ith * (slots + (slice_n * packed_nbytes + 63) // 64 * 64)
+        u = 64 + ith * (second + slots + (slice_n * packed_nbytes + 63) // 64 * 64)
+        base = u + second
         scratch = base + slots
-        number, start, end = next_chunk(work, -1, 0, 0, 1, total, nth)
+        number, start, stop = next_chunk(work, -1, 0, 0, 1, total, nth)
         while start < total:
-            for at in range(start, end):
+            for at in range(start, stop):
                 g, c0 = at % n_groups, at // n_groups % n_chunks * chunk
                 matrix = at // (n_groups * n_chunks)
-                i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
                 first = g * group
                 last = first + group if first + group < n_panels else n_panels
                 c1 = c0 + chunk if c0 + chunk < n_cols else n_cols
-                for k0 in range(0, n_units, kb):
-                    m = kb if k0 + kb < n_units else n_units - k0
-                    k = m * unit if (k0 + m) * unit < src0_ne[0] else src0_ne[0] - k0 * unit
-                    for p in range(first, last):
-                        n_rows = src0_ne[1] - 16 * p
-                        if packed:
-                            offs = ((matrix * n_panels + p) * n_units + k0) * nbytes
-                        else:
-                            offs = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1] + k0 * row_nbytes
-                        rows = n_rows if n_rows < 16 else 16
-                        prepare(src0, offs, src0_nb[1], rows, k, m, work, base + (p - first) * slot, scratch)
+                block(
+                    src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, matrix, first, last, c0, c1, n_cols,
+                    memory.address(dst), dst_nb[1], dst_nb[2], dst_nb[3], work, base, scratch, slot,
+                )  # fmt: skip
+                nb1 = 64 * (last - first)
+                if is_pair:
+                    out = memory.address(work) + u - 64 * first - c0 * nb1
+                    block(
+                        src2, src2_ne, src2_nb, src1, src1_ne, src1_nb, matrix, first, last, c0, c1, n_cols, out, nb1,
+                        0, 0, work, base, scratch, slot,
+                    )  # fmt: skip
+                if ends:
+                    n = (16 * last if 16 * last < src0_ne[1] else src0_ne[1]) - 16 * first
                     for j in range(r2 * r3):
-                        i2, i3 = i02 * r2 + j % r2, i03 * r3 + j // r2
-                        y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3] + k0 * y_nbytes
-                        out = memory.address(dst) + i2 * dst_nb[2] + i3 * dst_nb[3]
-                        for c in range(c0, c1, columns):
-                            for p in range(first, last):
-                                w = memory.address(work) + base + (p - first) * slot
-                                if in_place:
-                                    w = memory.address(src0) + ((matrix * n_panels + p) * n_units + k0) * nbytes
-                                tile(
-                                    w, y + c // per_row * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p,
-                                    dst_nb[1], m * n_scale, src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
-                                )  # fmt: skip
-            number, start, end = next_chunk(work, number, start, end, 1, total, nth)
+                        i2 = matrix % src0_ne[2] * r2 + j % r2
+                        i3 = matrix // src0_ne[2] * r3 + j // r2
+                        for c in range(c0, c1):
+                            to = c * dst_nb[1] + i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * first
+                            if is_pair:
+                                finish(dst, to, n, work, u + (c - c0) * nb1, work, u)
+                            else:
+                                by2 = 64 * first + repeated_or_0(src2_ne, src2_nb, c, i2, i3)
+                                by3 = 64 * first + repeated_or_0(src3_ne, src3_nb, c, i2, i3)
+                                finish(dst, to, n, src2, by2, src3, by3)
+            number, start, stop = next_chunk(work, number, start, stop, 1, total, nth)
 
     return mul_mat_many
+
+
+@jitted
+def fitting(group, chunk, columns):
+    """Panels in a group and columns in a chunk, fewer where the second product would exceed its scratch."""
+    most = SECOND // 64
+    if chunk > most // columns * columns:
+        chunk = most // columns * columns
+    return (group if group * chunk <= most else most // chunk), chunk
 
 
 # ---- packing a whole matrix ----------------------------------------------------------------------------------------
