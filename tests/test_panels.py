@@ -127,8 +127,10 @@ class Product:
         y = self.y.astype(np.float64)
         if self.w.activations == "act_q8":
             runs = self.y.reshape(-1, 32)
-            d = np.abs(runs).max(1, keepdims=True) / np.float32(127)
-            y = (np.rint(runs / d) * d.astype(np.float64)).reshape(self.y.shape)
+            factor = np.minimum(127 / np.abs(runs).max(1, keepdims=True).astype(np.float64), 2.0**127)
+            q = np.rint(runs * factor.astype(np.float32)).astype(np.float64)
+            d = (runs * q).sum(1, keepdims=True) / np.maximum((q * q).sum(1, keepdims=True), 1)
+            y = (q * d).reshape(self.y.shape)
         elif self.w.activations != "act_f32":
             y = encode(self.type, self.y.reshape(-1, self.y.shape[2]))[1].reshape(self.y.shape)
         return y @ self.values.swapaxes(1, 2)
