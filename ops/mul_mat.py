@@ -13,7 +13,7 @@ weights' type wants by a step of its own, shared by all products of the same b:
 
 Up to 16 columns tiles read the panel itself; for more it is prepared once per group of panels (see `panel_kernels`).
 The ladder of the tiles is in `panel` and `float_panel`. Every variant gives the same bits. Bias, residual and
-activation that follow a product, and both products of a gated unit, are one step with it.
+activation that follow a product of few columns, and both products of a gated unit, are one step with it.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def lower_product(low, a: Tensor, b: Tensor, dst: Tensor, end=None, sources: tup
         a: weights.
         b: activations.
         dst: the result.
-        end: a `panel_kernels.End`.
+        end: a `panel_kernels.End`, for few columns.
         sources: what the end reads.
     """
     y = lower_activations(low, a, b)
@@ -175,8 +175,8 @@ def lower_product(low, a: Tensor, b: Tensor, dst: Tensor, end=None, sources: tup
     n = b.ne[2] // a.ne[2] if along == 2 else n
     name = a.type.name
     if n > kernels.FEW and along == 1:
-        columns, kernel = kernels.many_columns(name), kernels.many_kernel(name, packed, end)
-        work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads, end)
+        columns, kernel = kernels.many_columns(name), kernels.many_kernel(name, packed)
+        work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads)
     else:
         columns = kernels.tile_columns(n)
         kernel = kernels.few_kernel(name, columns, packed, along, end)
@@ -302,6 +302,11 @@ def _term(node, x):
     return other if fits and node.is_contiguous_rows else None
 
 
+def _takes_end(a, b):
+    """Are there kernels of the product that take an `End`: for few columns?"""
+    return takes(a, b) and b.ne[1] <= kernels.FEW and not _is_along_2(a, b)
+
+
 @MUL_MAT.fusion
 def _(match, node):
     """Both products of a gated unit and the unit."""
@@ -314,7 +319,7 @@ def _(match, node):
         return None
     (a, b), (c, d) = gate.src, up.src
     alike = a.type is c.type and a.ne == c.ne and is_packed(a) == is_packed(c) and b is d
-    if gate is up or not alike or b.ne[2:] != (1, 1) or not takes(a, b) or not takes(c, b):
+    if gate is up or not alike or b.ne[2:] != (1, 1) or not _takes_end(a, b) or not takes(c, b):
         return None
     other = up if node is gate else gate
     return Fused(
@@ -328,7 +333,7 @@ def _(match, node):
     a, b = node.src
     add = match.reader(node)
     term = _term(add, node)
-    if term is None or _is_along_2(a, b) or not takes(a, b):
+    if term is None or not _takes_end(a, b):
         return None
     chain, end, sources = (node, add), sum_end(1), (term,)
     after = match.reader(add)
@@ -346,14 +351,14 @@ def _fused_cases():
     def product(t, kind, n, k=96, m=37):
         return mul_mat(t(kind, k, m), t("F32", k, n))
 
-    for kind, n, k in (("Q4_0", 1, 96), ("Q8_0", 3, 96), ("Q4_0", 21, 1088), ("F32", 2, 50), ("F32", 18, 300)):
+    for kind, n, k in (("Q4_0", 1, 96), ("Q8_0", 3, 96), ("F16", 13, 300), ("F32", 2, 50)):
         name = f"{kind}, {n} columns"
         MUL_MAT.fused_case(f"bias, {name}")(lambda t, f=kind, n=n, k=k: ops.add(product(t, f, n, k), t("F32", 37)))
         MUL_MAT.fused_case(f"gated unit, {name}")(lambda t, f=kind, n=n, k=k: _gated(t, f, n, k))
     MUL_MAT.fused_case("bias and residual")(
         lambda t: ops.add(ops.add(product(t, "Q4_0", 2), t("F32", 37)), t("F32", 37, 2))
     )
-    MUL_MAT.fused_case("bias and activation")(lambda t: ops.gelu(ops.add(product(t, "F16", 20), t("F32", 37))))
+    MUL_MAT.fused_case("bias and activation")(lambda t: ops.gelu(ops.add(product(t, "F16", 6), t("F32", 37))))
     MUL_MAT.fused_case("residual of repeated weights")(
         lambda t: ops.add(mul_mat(t("F32", 40, 20), t("F32", 40, 3, 4, 2)), t("F32", 20, 3, 2))
     )

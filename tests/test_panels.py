@@ -20,7 +20,7 @@ from ggjit.ops.lib import float_panel, panel_activations, panel_kernels
 FLOATS = tuple(float_panel.UNITS)
 TYPES = (*FLOATS, *(t.name for t in types.all_types() if t.is_quantized and t.quant is not None))
 NO_PARAMS = np.zeros(16, np.int32)
-ABSENT = (None, (0, 0, 0, 0), (0, 0, 0, 0)) * 2  # src2 and src3, for what follows a product
+ABSENT = (None, (0, 0, 0, 0), (0, 0, 0, 0)) * 2  # src2 and src3 of few_kernel, for what follows a product
 
 
 def nb_of(type, ne):
@@ -116,9 +116,10 @@ class Product:
         out = np.full(nbytes + 64, 7, np.uint8)
         source = self.panels() if packed else self.rows.reshape(-1)
         y = self.tiles(panel_kernels.tile_width(name, columns or panel_kernels.many_columns(name), along))
+        rest = () if columns is None else ABSENT
         for ith in range(n_threads):  # one after the other: the first gets all chunks
             kernel(out, self.out_ne, nb_of(types.F32, self.out_ne), source, self.ne, nb_of(self.type, self.ne), *y,
-                   *ABSENT, NO_PARAMS, work, ith, n_threads)  # fmt: skip
+                   *rest, NO_PARAMS, work, ith, n_threads)  # fmt: skip
         assert (out[nbytes:] == 7).all(), "wrote past the result"
         return out[:nbytes].view(np.float32).reshape(self.out_ne[::-1][1:])
 

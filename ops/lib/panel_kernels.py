@@ -8,13 +8,14 @@
 Weights are panels already (`packed`), or rows with any strides, which a thread packs 16 at a time into its scratch, so
 that the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
 
-What follows the product may be part of it (`End`): a thread that has finished some rows of some columns goes over them
-once more while they are in the first cache. So bias, residual and activation need no step of their own, nor does the
-product of a gated unit's second matrix.
+What follows a product of few columns may be part of it (`End`): a thread that has finished 16 rows goes over them once
+more. So bias, residual and activation need no step of their own, nor does the product of a gated unit's second matrix:
+a third of the steps at which threads meet while they decode. With many columns that brings nothing: tried, the product
+took as much longer as the step that it saved.
 
 Sources: src0 weights {ne00, ne01, ne02, ne03}; src1 activations in the form of `weights(...).activations`, rows i1 of
-matrices i2, i3; act_tiles of them where `tile_width` says so; src2 and src3 what an end reads, else absent. dst f32
-{ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples of ne02 and ne03.
+matrices i2, i3; act_tiles of them where `tile_width` says so; src2 and src3 of `few_kernel` what an end reads, else
+absent. dst f32 {ne01, ne1, ne2, ne3}; ne2 and ne3 are multiples of ne02 and ne03.
 """
 
 import functools
@@ -35,7 +36,6 @@ COLUMNS = (1, 2, 3, 4, 6, 8)
 FEW = 16  # columns up to which tiles read the panel itself
 MIN_CHUNK = 8192  # bytes of weights that are worth a step of the counter
 SCRATCH = 256 << 10  # bytes of prepared panels, to stay in L2
-SECOND = 256 << 10  # bytes of the second product of a pair
 SLICE = {"F32": 256, "F16": 256, "BF16": 512}  # k of a slice; quantized types: QUANT_SLICE
 QUANT_SLICE = 1024
 
@@ -339,31 +339,22 @@ def share(n_panels, n_matrices, n_cols, slot, columns, nth):
     return group, (chunk if chunk > 4 else 4) * columns
 
 
-def many_work_size(type, ne00, packed, nth, end=None):
+def many_work_size(type, ne00, packed, nth):
     """Scratch of `many_kernel` for nth threads, the counter's line not counted."""
     form, w = prepared(type.name, packed), weights(type.name)
     n = min(slice_units(type.name), -(-ne00 // w.unit))
     slots = max(SCRATCH, n * form.nbytes) if form.nbytes else 0
-    second = SECOND if end is not None and end.is_pair else 0
-    return nth * (second + (-(-slots // 64) + -(-(n * form.packed_nbytes) // 64)) * 64)
+    return nth * (-(-slots // 64) + -(-(n * form.packed_nbytes) // 64)) * 64
 
 
 @functools.cache
-def many_kernel(type_name, packed, end=None):
-    """Kernel for more than 16 columns.
-
-    Args:
-        type_name: type of the weights.
-        packed: src0 holds panels; else rows, packed into the thread's scratch.
-        end: the `End`.
-    """
+def many_kernel(type_name, packed):
+    """Kernel for more than 16 columns."""
     unit, nbytes, row_nbytes, _, _, pack = weights(type_name)
     u_nbytes, packed_nbytes, tile, columns, y_nbytes, convert, n_scale = prepared(type_name, packed)
     per_row = columns if type_name in float_panel.UNITS else 1
     in_place, converts = u_nbytes == 0, convert is not None
     kb = slice_units(type_name)
-    finish, is_pair, ends = end_row(end), end is not None and end.is_pair, end is not None
-    second = SECOND if is_pair else 0
 
     @jitted
     def prepare(src0, offs, row_stride, n_rows, k, n, work, u, scratch):
@@ -377,43 +368,8 @@ def many_kernel(type_name, packed, end=None):
         else:
             pack(src0, offs, row_stride, n_rows, work, u, k)
 
-    @jitted
-    def block(src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, matrix, first, last, c0, c1, n_cols, out, nb1, nb2, nb3,
-              work, base, scratch, slot):  # fmt: skip
-        """Panels first to last of a matrix times columns c0 to c1 of all that share it."""
-        n_units, n_panels = (src0_ne[0] + unit - 1) // unit, (src0_ne[1] + 15) // 16
-        r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
-        i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
-        for k0 in range(0, n_units, kb):
-            m = kb if k0 + kb < n_units else n_units - k0
-            k = m * unit if (k0 + m) * unit < src0_ne[0] else src0_ne[0] - k0 * unit
-            for p in range(first, last):
-                n_rows = src0_ne[1] - 16 * p
-                if packed:
-                    offs = ((matrix * n_panels + p) * n_units + k0) * nbytes
-                else:
-                    offs = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1] + k0 * row_nbytes
-                n_rows = n_rows if n_rows < 16 else 16
-                prepare(src0, offs, src0_nb[1], n_rows, k, m, work, base + (p - first) * slot, scratch)
-            for j in range(r2 * r3):
-                i2, i3 = i02 * r2 + j % r2, i03 * r3 + j // r2
-                y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3] + k0 * y_nbytes
-                to = out + i2 * nb2 + i3 * nb3
-                for c in range(c0, c1, columns):
-                    for p in range(first, last):
-                        w = memory.address(work) + base + (p - first) * slot
-                        if in_place:
-                            w = memory.address(src0) + ((matrix * n_panels + p) * n_units + k0) * nbytes
-                        tile(
-                            w, y + c // per_row * src1_nb[1], src1_nb[1], to + c * nb1 + 64 * p, nb1, m * n_scale,
-                            src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
-                        )  # fmt: skip
-
     @kernel(counter=True)
-    def mul_mat_many(
-        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, src3, src3_ne,
-        src3_nb, op_params, work, ith, nth,
-    ):  # fmt: skip
+    def mul_mat_many(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         n_units = (src0_ne[0] + unit - 1) // unit
         n_panels, n_cols = (src0_ne[1] + 15) // 16, dst_ne[1]
         r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
@@ -422,58 +378,47 @@ def many_kernel(type_name, packed, end=None):
         group, chunk = share(
             n_panels, src0_ne[2] * src0_ne[3], n_cols, slice_n * (nbytes if in_place else u_nbytes), columns, nth
         )
-        if is_pair:
-            group, chunk = fitting(group, chunk, columns)
         n_groups, n_chunks = (n_panels + group - 1) // group, (n_cols + chunk - 1) // chunk
         total = n_groups * n_chunks * src0_ne[2] * src0_ne[3]
         slots = ((slot if slot > SCRATCH else SCRATCH) + 63) // 64 * 64 if u_nbytes else 0
-        u = 64 + ith * (second + slots + (slice_n * packed_nbytes + 63) // 64 * 64)
-        base = u + second
+        base = 64 + ith * (slots + (slice_n * packed_nbytes + 63) // 64 * 64)
         scratch = base + slots
-        number, start, stop = next_chunk(work, -1, 0, 0, 1, total, nth)
+        number, start, end = next_chunk(work, -1, 0, 0, 1, total, nth)
         while start < total:
-            for at in range(start, stop):
+            for at in range(start, end):
                 g, c0 = at % n_groups, at // n_groups % n_chunks * chunk
                 matrix = at // (n_groups * n_chunks)
+                i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
                 first = g * group
                 last = first + group if first + group < n_panels else n_panels
                 c1 = c0 + chunk if c0 + chunk < n_cols else n_cols
-                block(
-                    src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, matrix, first, last, c0, c1, n_cols,
-                    memory.address(dst), dst_nb[1], dst_nb[2], dst_nb[3], work, base, scratch, slot,
-                )  # fmt: skip
-                nb1 = 64 * (last - first)
-                if is_pair:
-                    out = memory.address(work) + u - 64 * first - c0 * nb1
-                    block(
-                        src2, src2_ne, src2_nb, src1, src1_ne, src1_nb, matrix, first, last, c0, c1, n_cols, out, nb1,
-                        0, 0, work, base, scratch, slot,
-                    )  # fmt: skip
-                if ends:
-                    n = (16 * last if 16 * last < src0_ne[1] else src0_ne[1]) - 16 * first
+                for k0 in range(0, n_units, kb):
+                    m = kb if k0 + kb < n_units else n_units - k0
+                    k = m * unit if (k0 + m) * unit < src0_ne[0] else src0_ne[0] - k0 * unit
+                    for p in range(first, last):
+                        n_rows = src0_ne[1] - 16 * p
+                        if packed:
+                            offs = ((matrix * n_panels + p) * n_units + k0) * nbytes
+                        else:
+                            offs = i02 * src0_nb[2] + i03 * src0_nb[3] + 16 * p * src0_nb[1] + k0 * row_nbytes
+                        rows = n_rows if n_rows < 16 else 16
+                        prepare(src0, offs, src0_nb[1], rows, k, m, work, base + (p - first) * slot, scratch)
                     for j in range(r2 * r3):
-                        i2 = matrix % src0_ne[2] * r2 + j % r2
-                        i3 = matrix // src0_ne[2] * r3 + j // r2
-                        for c in range(c0, c1):
-                            to = c * dst_nb[1] + i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * first
-                            if is_pair:
-                                finish(dst, to, n, work, u + (c - c0) * nb1, work, u)
-                            else:
-                                by2 = 64 * first + repeated_or_0(src2_ne, src2_nb, c, i2, i3)
-                                by3 = 64 * first + repeated_or_0(src3_ne, src3_nb, c, i2, i3)
-                                finish(dst, to, n, src2, by2, src3, by3)
-            number, start, stop = next_chunk(work, number, start, stop, 1, total, nth)
+                        i2, i3 = i02 * r2 + j % r2, i03 * r3 + j // r2
+                        y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3] + k0 * y_nbytes
+                        out = memory.address(dst) + i2 * dst_nb[2] + i3 * dst_nb[3]
+                        for c in range(c0, c1, columns):
+                            for p in range(first, last):
+                                w = memory.address(work) + base + (p - first) * slot
+                                if in_place:
+                                    w = memory.address(src0) + ((matrix * n_panels + p) * n_units + k0) * nbytes
+                                tile(
+                                    w, y + c // per_row * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p,
+                                    dst_nb[1], m * n_scale, src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
+                                )  # fmt: skip
+            number, start, end = next_chunk(work, number, start, end, 1, total, nth)
 
     return mul_mat_many
-
-
-@jitted
-def fitting(group, chunk, columns):
-    """Panels in a group and columns in a chunk, fewer where the second product would exceed its scratch."""
-    most = SECOND // 64
-    if chunk > most // columns * columns:
-        chunk = most // columns * columns
-    return (group if group * chunk <= most else most // chunk), chunk
 
 
 # ---- packing a whole matrix ----------------------------------------------------------------------------------------
