@@ -12,11 +12,8 @@ Pages of the mapping that no weight in place needs are never read, or given back
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ggjit.alloc import TensorAllocator
 from ggjit.backend import Buffer, buffer_from_array, tensor_alloc
@@ -25,6 +22,7 @@ from ggjit.context import Context, tensor_overhead
 from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile, StringArray
 from ggjit.gguf.reader import TensorInfo
+from ggjit.progress import ByteBar
 from ggjit.tensor import Tensor, new_tensor
 
 
@@ -159,35 +157,10 @@ class Loader:
                     self.file.mappings[info.file].advise_dontneed(info.offset, info.nbytes)
 
             work = [(w.tensor, self.file.data(w.info.name)) for w in repacked]
-            with _Bar(progress) as bar:
+            with ByteBar("packing weights", progress) as bar:
                 pack_tensors(work, n_threads, progress=bar, on_packed=give_back)
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """All headers by name."""
         return {w.tensor.name: w.tensor for w in self._weights}
-
-
-class _Bar:
-    """A progress bar of packed bytes, where stderr is a terminal and tqdm is installed."""
-
-    def __init__(self, wanted: bool) -> None:
-        self.bar: Any = None
-        self.wanted = wanted and sys.stderr is not None and sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.bar is None and self.wanted:
-            self.wanted = importlib.util.find_spec("tqdm") is not None
-            if self.wanted:
-                from tqdm import tqdm
-
-                self.bar = tqdm(total=total, desc="packing weights", unit="B", unit_scale=True, leave=False)
-        if self.bar is not None:
-            self.bar.update(done - self.bar.n)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.close()

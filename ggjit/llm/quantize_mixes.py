@@ -257,6 +257,9 @@ class Choices(NamedTuple):
     by_name: Sequence[tuple[re.Pattern[str], Type]] = ()
 
 
+DEFAULT = Choices()
+
+
 @dataclasses.dataclass
 class _Place:
     """A tensor in its model: the i-th of n of its kind, `count` of which came before."""
@@ -376,7 +379,7 @@ def _chosen(tensor: TensorFacts, kind: str, choices: Choices, plain: bool) -> Ty
 
 
 def choose_types(
-    tensors: Iterable[TensorFacts], mix: Mix, model: ModelFacts, choices: Choices = Choices()
+    tensors: Iterable[TensorFacts], mix: Mix, model: ModelFacts, choices: Choices = DEFAULT
 ) -> dict[str, Type]:
     """The type that each tensor of a model gets.
 
