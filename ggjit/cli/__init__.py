@@ -19,12 +19,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-__all__ = ["COMMANDS", "EXTRAS", "at_least", "main", "numbers"]
+__all__ = ["COMMANDS", "EXTRAS", "at_least", "main", "numbers", "read_text"]
 
 COMMANDS = {
     "run": "generate text with a model, or chat with it",
     "pull": "fetch a model once and print its path",
     "inspect": "show a GGUF file: metadata and tensors",
+    "quantize": "make a model file smaller, by llama.cpp's mixes of types",
+    "perplexity": "measure how well a model predicts a text",
     "bench": "measure prefill and decode beside the machine's limits",
     "warmup": "compile the kernels that a model needs",
     "info": "show versions, CPU, threads, caches and, on request, the machine's limits",
@@ -63,6 +65,14 @@ def numbers(low: int) -> Callable[[str], list[int]]:
     """A type of arguments: whole numbers not below `low`, separated by commas."""
     number = at_least(low)
     return lambda text: [number(word) for word in text.split(",")]
+
+
+def read_text(path: str) -> str:
+    """A text file's content, or that of stdin for `-`; what ends the last line is no part of it."""
+    if path == "-":
+        return sys.stdin.read().removesuffix("\n")
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:  # tokens exist for all bytes
+        return file.read().removesuffix("\n")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

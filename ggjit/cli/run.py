@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ggjit.cli import at_least
+from ggjit.cli import at_least, read_text
 
 if TYPE_CHECKING:
     from ggjit.llm import LLM
@@ -70,10 +70,7 @@ def _prompt(args: argparse.Namespace) -> str | None:
     if args.file is None:
         prompt: str | None = args.prompt
         return prompt
-    if args.file == "-":
-        return sys.stdin.read().removesuffix("\n")
-    with open(args.file, encoding="utf-8", errors="surrogateescape") as file:  # tokens exist for all bytes
-        return file.read().removesuffix("\n")  # what ends the last line is no part of the prompt
+    return read_text(args.file)
 
 
 def _chat(llm: LLM, args: argparse.Namespace, prompt: str | None, report: _Report) -> None:

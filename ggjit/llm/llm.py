@@ -107,15 +107,21 @@ class LLM:
         """Tokens of context."""
         return self.context.n_ctx
 
-    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+    def logits(self, ids: Sequence[int], first: int = 0) -> NDArray[np.float32]:
         """Logits after each token of a sequence: f32 [n, n_vocab].
+
+        Args:
+            ids: the tokens.
+            first: leave those after the tokens before this position away.
 
         Raises:
             ValueError: an id is out of range, or the sequence is longer than the context.
         """
         with self._lock:
             self._begin(())
-            result = self.context.decode(Batch.of(ids, outputs="all"))
+            batch = Batch.of(ids, outputs="all")
+            batch.output[:first] = False
+            result = self.context.decode(batch)
             self._ids = list(ids)
             return result
 
