@@ -8,8 +8,13 @@ import sys
 
 COMMANDS = {
     "check": "run what CI runs: format, lint, types, tests, wheel",
+    "make-model": "write a random llama of about 0.5 B parameters, for sizes and speeds",
     "reference": "run reference cases through builder, plan and compiled program",
 }
+
+
+def _module(command: str) -> str:
+    return f"ggjit.dev.{command.replace('-', '_')}"
 
 
 def main(argv: list[str]) -> int:
@@ -20,9 +25,9 @@ def main(argv: list[str]) -> int:
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == command:
-            importlib.import_module(f"ggjit.dev.{name}").add_arguments(sub)
+            importlib.import_module(_module(name)).add_arguments(sub)
     args = parser.parse_args(argv)
-    return int(importlib.import_module(f"ggjit.dev.{args.command}").run(args))
+    return int(importlib.import_module(_module(args.command)).run(args))
 
 
 if __name__ == "__main__":
