@@ -100,6 +100,7 @@ class Op:
         self._lower: Callable[[Lowering, Tensor], None] | None = None
         self._supports: Callable[[Tensor], bool] | None = None
         self._flops: Callable[[Tensor], int] | None = None
+        self._traffic: Callable[[Tensor], tuple[int, int]] | None = None
         self._backward: Callable[..., Sequence[Tensor | None]] | None = None
         self.cases: dict[str, Callable[..., Tensor]] = {}
         self.fusions: list[Callable[[Match, Tensor], Fused | None]] = []
@@ -157,6 +158,11 @@ class Op:
     def flops(self, function: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
         """Decorator: f(node) -> arithmetic operations, for profiles."""
         self._flops = function
+        return function
+
+    def traffic(self, function: Callable[[Tensor], tuple[int, int]]) -> Callable[[Tensor], tuple[int, int]]:
+        """Decorator: f(node) -> bytes (read, written), for profiles; by default those of all sources and the node."""
+        self._traffic = function
         return function
 
     def backward(self, function: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Sequence[Tensor | None]]:
@@ -245,6 +251,17 @@ class Op:
     def flops_for(self, node: Tensor) -> int:
         """Arithmetic operations of a node; its element count where the op does not say."""
         return self._flops(node) if self._flops is not None else node.nelements
+
+    def traffic_for(self, node: Tensor) -> tuple[int, int]:
+        """Bytes of tensors that a node reads and writes; gaps between elements do not count."""
+        if self._traffic is not None:
+            return self._traffic(node)
+        return sum(element_nbytes(s) for s in {*node.src}), element_nbytes(node)
+
+
+def element_nbytes(t: Tensor | None) -> int:
+    """Bytes of a tensor's elements, without gaps between them; 0 for None."""
+    return 0 if t is None else t.nelements // t.type.blck_size * t.type.type_size
 
 
 def _register(

@@ -20,7 +20,7 @@ import numpy as np
 
 from ggjit import ops, types
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import COUNTER_LINE, Op
+from ggjit.op import COUNTER_LINE, Op, element_nbytes
 from ggjit.ops.views import as_dims
 from ggjit.tensor import Tensor, encode, new_node, view_tensor
 from ggjit.types import Type
@@ -376,4 +376,5 @@ for _op in (DUP, CPY, CONT):
     _op.reference(_reference)
     _op.kernel(_select)
     _op.work_size(_work_size)
+    _op.traffic(lambda node: (element_nbytes(node.src[0]), element_nbytes(node)))  # b of cpy is only written
 _cases()

@@ -17,7 +17,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import zeros
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import COUNTER_LINE, Op
+from ggjit.op import COUNTER_LINE, Op, element_nbytes
 from ggjit.ops.copy import as_type
 from ggjit.ops.views import VIEW
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -231,6 +231,22 @@ def _(node):
 @SET_ROWS.work_size
 def _(node, nth):
     return convert.scratch_size(node.src[0].type, node.type, nth)
+
+
+@GET_ROWS.traffic
+def _(node):
+    """The rows that are gathered, not the whole table."""
+    a, ids = node.src
+    row = a.ne[0] // a.type.blck_size * a.type.type_size
+    return row * node.nrows + element_nbytes(ids), element_nbytes(node)
+
+
+@SET_ROWS.traffic
+def _(node):
+    """The rows that are written."""
+    b, ids, a = node.src
+    row = a.ne[0] // a.type.blck_size * a.type.type_size
+    return element_nbytes(b) + element_nbytes(ids), row * b.nrows
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

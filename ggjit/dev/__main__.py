@@ -8,6 +8,7 @@ import sys
 
 COMMANDS = {
     "check": "run what CI runs: format, lint, types, tests, wheel",
+    "compare-ggml": "measure ops beside ggml's own CPU kernels",
     "make-model": "write a random llama of about 0.5 B parameters, for sizes and speeds",
     "reference": "run reference cases through builder, plan and compiled program",
 }

@@ -89,6 +89,20 @@ class CaseResult:
         return self.error <= self.limit
 
 
+def limit_of(node: Tensor) -> float:
+    """Largest error that a node's result may have: its op's, or that of rounding to its type; 0 for integers."""
+    if node.type.dtype is not None and node.type.dtype.kind == "i":
+        return 0.0
+    return max(node.op.nmse, _PRECISION.get(node.type.name, 0.0), 1e-2 if node.type.quant is not None else 0.0)
+
+
+def error_of(node: Tensor, want: NDArray[Any], got: NDArray[Any]) -> float:
+    """The error of a result, to compare with `limit_of`: of integers 0 or inf."""
+    if got.dtype.kind == "i":
+        return 0.0 if np.array_equal(want, got) else float("inf")
+    return nmse(want, got)
+
+
 def run_case(op: Op, name: str, n_threads: int = 1) -> CaseResult:
     """Build a case, compute it by the compiled program, and compare.
 
@@ -107,9 +121,4 @@ def run_case(op: Op, name: str, n_threads: int = 1) -> CaseResult:
         want = reference_of(node, dict(known))
         graph.compute(n_threads)
         got = node.numpy().copy()
-    limit = max(op.nmse, _PRECISION.get(node.type.name, 0.0))
-    if node.type.quant is not None:
-        limit = max(limit, 1e-2)
-    if got.dtype.kind == "i":
-        return CaseResult(node, 0.0 if np.array_equal(want, got) else float("inf"), 0.0, got)
-    return CaseResult(node, nmse(want, got), limit, got)
+    return CaseResult(node, error_of(node, want, got), limit_of(node), got)
