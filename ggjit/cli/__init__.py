@@ -26,6 +26,7 @@ COMMANDS = {
     "pull": "fetch a model once and print its path",
     "inspect": "show a GGUF file: metadata and tensors",
     "quantize": "make a model file smaller, by llama.cpp's mixes of types",
+    "imatrix": "make an importance matrix for the quantization of a model",
     "perplexity": "measure how well a model predicts a text",
     "bench": "measure prefill and decode beside the machine's limits",
     "warmup": "compile the kernels that a model needs",

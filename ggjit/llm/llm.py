@@ -132,6 +132,18 @@ class LLM:
             for ids in batches:
                 self._append(ids)
 
+    def observe(self, ids: Sequence[int], look: Callable[[Tensor], bool]) -> None:
+        """Compute a sequence, from an empty cache, and look at each node when it is computed.
+
+        Args:
+            ids: the tokens.
+            look: see `Executable.run`.
+        """
+        with self._lock:
+            self._begin(())
+            self.context.decode(Batch.of(ids, outputs="all"), look)
+            self._ids = list(ids)
+
     def trace(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Intermediate tensors of a sequence by their names in the graph (`Qcur-0`, `l_out-1` ...).
 
@@ -152,10 +164,7 @@ class LLM:
                 found[node.name] = node.numpy().copy()
             return True
 
-        with self._lock:
-            self._begin(())
-            self.context.decode(Batch.of(ids, outputs="all"), look)
-            self._ids = list(ids)
+        self.observe(ids, look)
         missing = wanted - set(found)
         if missing:
             raise KeyError(f"trace: the graph must hold nodes of these names, got {sorted(missing)}")
