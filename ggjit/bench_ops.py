@@ -220,9 +220,8 @@ class Bench:
         if self.shape.sample is not None:
             return self.shape.sample
         dim = node.n_dims - 1
-        if node.ne[dim] == 1:
-            return WHOLE
-        return dim, {i: dim for i, leaf in enumerate(made) if leaf.tensor.ne[dim] == node.ne[dim]}
+        cut = {i: dim for i, leaf in enumerate(made) if leaf.tensor.ne[dim] == node.ne[dim]}
+        return (dim, cut) if cut and node.ne[dim] > 1 else WHOLE
 
     def _reference(self, cut: Mapping[int, int]) -> NDArray[Any]:
         with Context(_ARENA, no_alloc=True):

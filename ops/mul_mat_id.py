@@ -28,7 +28,7 @@ import numpy as np
 from ggjit import types
 from ggjit.autodiff import as_f32, refuse, unbroadcast
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import COUNTER_LINE, Op
+from ggjit.op import COUNTER_LINE, Op, element_nbytes
 from ggjit.ops.lib.checks import require, require_type
 from ggjit.ops.mul_mat import check_mul_mat, is_packed, lower_activations, takes, transposed
 from ggjit.ops.recurrence_back import add_scaled
@@ -302,6 +302,15 @@ def _(low, node):
 @MUL_MAT_ID.flops
 def _(node):
     return 2 * node.src[0].ne[0] * node.nelements
+
+
+@MUL_MAT_ID.traffic
+def _(node):
+    """Of the experts at most as many as are asked for."""
+    a, b, ids = node.src
+    used = min(a.ne[2], ids.nelements)
+    rest = element_nbytes(b) + element_nbytes(ids)
+    return element_nbytes(a) // max(a.ne[2], 1) * used + rest, element_nbytes(node)
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

@@ -98,6 +98,8 @@ def test_every_shape_builds():
         with Context(4 << 20, no_alloc=True):
             node = shape.build(_Headers())
         assert not node.is_empty and all(n >= 0 for n in node.op.traffic_for(node))
+        if shape.name == "mul_mat":
+            assert shape.label.startswith(f"{node.ne[0]} x {node.src[0].ne[0]}, {node.ne[1]} columns")
         names.add(node.op.name)
     assert len(names) > 80
 
