@@ -10,6 +10,7 @@ from ggjit.backends.cpu import PANEL
 from ggjit.context import Context
 from ggjit.graph import Graph
 from ggjit.lower import lower
+from ggjit.ops.lib import panel_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,21 @@ def test_route_and_activations_are_shared():
     graph = Graph(16).build_forward_expand(ops.add(gate, up))
     names = [s.kernel.name for s in lower(graph, 2).steps]
     assert names.count("route_pairs") == names.count("gather_pairs") == 1
+
+
+@pytest.mark.parametrize("n_threads", [2, 4, 8])
+@pytest.mark.parametrize(
+    "columns", [[64] * 16, [1024], [512, 512], [300, 5, 1, 900, 2], [4096 // (e + 2) for e in range(64)]], ids=str
+)
+def test_threads_end_together_whatever_the_routing(columns, n_threads):
+    """A free thread takes the next chunk of units; a unit costs its expert's columns and decoding the panel."""
+    units = np.tile(np.array(columns) + 8, 44)  # experts within a panel, panel by panel
+    busy, start = [0] * n_threads, 0
+    while start < len(units):
+        end = start + panel_kernels.chunk_size(len(units) - start, 1, n_threads)
+        busy[busy.index(min(busy))] += int(units[start:end].sum())
+        start = end
+    assert max(busy) <= 1.1 * units.sum() / n_threads
 
 
 @pytest.mark.parametrize("n_tokens", [1, 5])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import ggjit as gg
 from ggjit.cli import main
-from ggjit.fetch import SMOLLM2, models_folder
+from ggjit.fetch import models_folder
 from ggjit.llm.perplexity import losses, perplexity, text_chunks
 
 MODEL = Path(__file__).parent / "data" / "models" / "llama-f16.gguf"
@@ -74,15 +75,18 @@ def test_command(tmp_path, capsys, llm):
 
 
 @pytest.mark.full
-def test_smollm2_as_llama_cpp(reference):
-    folder = models_folder()
-    path = None if folder is None else folder / SMOLLM2.file
-    if path is None or not path.exists():
-        pytest.skip("no model: ggjit pull smollm2")
-    facts = json.loads((reference / "models" / "real" / "smollm2-135m-instruct.json").read_text())["perplexity"]
-    text = (reference / "models" / "real" / "alice.txt").read_text().removesuffix("\n")
-    with gg.LLM(path, n_ctx=256, kv_type="f32", progress=False) as llm:
-        estimates = list(perplexity(llm, text, facts["n_ctx"]))
-    assert len(estimates) == facts["n_chunks"]
-    assert estimates[-1].ppl == pytest.approx(facts["strict"]["ppl"], rel=5e-3)
-    assert estimates[-1].stderr == pytest.approx(facts["strict"]["stderr"], rel=1e-2)
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma-3-270m"])
+@pytest.mark.parametrize("kv_type", ["f32", "f16"])
+def test_real_models_as_llama_cpp(reference, name, kv_type):
+    """Within half a percent of one of its two settings."""
+    facts = json.loads((reference / "models" / "real" / f"{name}.json").read_text())
+    folders = [Path(f) for f in (os.environ.get("GGJIT_MODELS"), models_folder()) if f]
+    path = next((f / facts["file"] for f in folders if (f / facts["file"]).is_file()), None)
+    if path is None:
+        pytest.skip(f"{facts['file']} is not here; `ggjit pull` fetches SmolLM2, GGJIT_MODELS names a folder")
+    text, want = (reference / "models" / "real" / "alice.txt").read_text().removesuffix("\n"), facts["perplexity"]
+    with gg.LLM(path, n_ctx=256, kv_type=kv_type, progress=False) as llm:
+        estimates = list(perplexity(llm, text, want["n_ctx"]))
+    assert len(estimates) == want["n_chunks"]
+    assert min(abs(estimates[-1].ppl / want[setting]["ppl"] - 1) for setting in ("strict", "default")) <= 5e-3
+    assert estimates[-1].stderr == pytest.approx(want["strict"]["stderr"], rel=1e-2)
