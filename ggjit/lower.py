@@ -1,8 +1,8 @@
 """Lowering: from a graph whose tensors have data to a packed program of kernel calls.
 
 Each node becomes one step, or what its op's `lower` emits; where a fusion rule fits, a chain of nodes becomes one step
-(`ggjit.fusion`). Kernels may share work that several nodes need (quantized
-activations), made once as a step of its own. A step is a row of four int64:
+(`ggjit.fusion`). Kernels may share work that several nodes need (quantized activations), made once as a step of its
+own. A step is a row of four int64:
 
     entry     address of the kernel's C entry
     header    address of the tensor record that the kernel computes
@@ -11,7 +11,8 @@ activations), made once as a step of its own. A step is a row of four int64:
 
 Nothing of the user's graph is changed: records that are needed besides its own lie in contexts of the lowering. Scratch
 has two parts: derived tensors, placed by their lifetimes, and one work buffer that all steps use in turn; its first 64
-bytes hold the chunk counter.
+bytes hold the chunk counter. Steps that share work by a counter and need no scratch have a counter of their own each,
+so that they can follow each other without a barrier.
 """
 
 from __future__ import annotations
@@ -245,7 +246,6 @@ class Executable:
         self._scratch = aligned_bytes(derived)
         self._work = _work_buffer(work, work_context)
         lowering.set_data(self._scratch.ctypes.data)
-        self._task = np.array([self._work.ctypes.data, self._work.nbytes], np.int64)
         kernels = list(dict.fromkeys(s.kernel for s in self.steps))
         entries = dict(zip(kernels, compile_all(kernels), strict=True))
         rows = np.zeros((len(self.steps), 4), np.int64)
@@ -253,11 +253,17 @@ class Executable:
             rows[i] = (
                 entries[s.kernel],
                 s.record.address,
-                self._task.ctypes.data,
+                0,
                 COUNTER if s.kernel.uses_counter else 0,
             )
         self.rows: NDArray[np.int64] = rows
-        _set_barriers(self.steps, rows, (self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes))
+        lines = _set_barriers(self.steps, rows, (self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes))
+        self._counters = aligned_bytes(COUNTER_LINE * max(lines, default=0))
+        self._tasks = np.zeros((1 + max(lines, default=0), 2), np.int64)  # address and size of the scratch
+        self._tasks[0] = self._work.ctypes.data, self._work.nbytes
+        for i in range(1, len(self._tasks)):
+            self._tasks[i] = self._counters.ctypes.data + COUNTER_LINE * (i - 1), COUNTER_LINE
+        rows[:, 2] = [self._tasks.ctypes.data + 16 * line for line in lines]
         self._program = Program(rows)
         self._adaptive = Adaptive(self._program)
         self._addresses = [t.data for t in [*graph.leafs, *graph.nodes]]
@@ -334,28 +340,37 @@ def _work_buffer(work: int, context: Context | None) -> NDArray[np.uint8]:
     return context.array[offset + skip : offset + skip + COUNTER_LINE + work]
 
 
-def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, int]) -> None:
+def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, int]) -> list[int]:
     """Set BARRIER on each step after which the threads must meet before the next one.
 
     A step may begin while other threads are still in the steps before it only if it reads nothing they write and writes
-    nothing they read or write. A step that counts chunks needs the counter zeroed at a barrier.
+    nothing they read or write. Counters are zeroed at barriers, so between two barriers no counter serves two steps.
+
+    Returns:
+        For each step the number of the counter of its own that it uses, from 1 on; 0: it has the work buffer.
     """
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
+    lines: list[int] = []
+    n_lines = 0  # in use since the last barrier
     for i, s in enumerate(steps):
         r = s.record
-        scratch = [work] if s.work or rows[i, 3] & COUNTER else []
+        counts = bool(rows[i, 3] & COUNTER)
+        scratch = [work] if s.work else []
         theirs = [(t.data, t.data + _extent(t)) for t in r.src if t is not None]
         mine = [(r.data, r.data + _extent(r)), *scratch, *(theirs[k] for k in r.op.state)]
-        counts = bool(rows[i, 3] & COUNTER)
-        clash = counts or _overlap(theirs, writes) or _overlap(mine, writes) or _overlap(mine, reads)
+        clash = _overlap(theirs, writes) or _overlap(mine, writes) or _overlap(mine, reads)
         if i and clash:
             rows[i - 1, 3] |= BARRIER
-            reads, writes = [], []
+            reads, writes, n_lines = [], [], 0
+        own = counts and not s.work
+        n_lines += own
+        lines.append(n_lines if own else 0)
         reads += theirs
         writes += mine
     if steps:
         rows[-1, 3] |= BARRIER
+    return lines
 
 
 def _extent(t: Tensor) -> int:

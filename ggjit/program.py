@@ -3,7 +3,7 @@
 A program is rows of four int64: the address of a kernel's C entry, of the record it computes, of its task (address and
 size of its scratch), and flags. All threads walk the rows together; after a row with BARRIER they meet. The last thread
 to arrive decides for all whether to go on, so that a kernel that fails, or an abort, stops all at the same barrier, and
-zeroes the chunk counter (the first word of the scratch) for a next row with COUNTER.
+zeroes the chunk counters (the first word of a row's scratch) of the rows with COUNTER up to the next barrier.
 """
 
 from __future__ import annotations
@@ -52,21 +52,23 @@ class Aborted(RuntimeError):
 
 
 @jitted
-def zero_counter(row):  # type: ignore[no-untyped-def]
-    """Zero the chunk counter of a row that uses one."""
-    if shared.load(row + 24) & COUNTER:
-        shared.store(shared.load(shared.load(row + 16)), 0)
+def zero_counters(row, end):  # type: ignore[no-untyped-def]
+    """Zero the chunk counters of the rows that use one, from a row to the next with BARRIER, at most to `end`."""
+    while row < end:
+        flags = shared.load(row + 24)
+        if flags & COUNTER:
+            shared.store(shared.load(shared.load(row + 16)), 0)
+        row = end if flags & BARRIER else row + _ROW
 
 
 @jitted
-def barrier(state, nth, job, following):  # type: ignore[no-untyped-def]
-    """Wait for all threads; False if the program stops here. `following` is the address of the next row, or 0."""
+def barrier(state, nth, job, following, end):  # type: ignore[no-untyped-def]
+    """Wait for all threads; False if the program stops here. `following` is the address of the next row."""
     phase = shared.load_atomic(state + PHASE)
     if shared.fetch_add(state + ARRIVED, 1) == nth - 1:
         if shared.load_atomic(state + FAILED) + shared.load_atomic(state + ABORT) != 0:
             shared.store_atomic(state + STOPPED, job)
-        if following:
-            zero_counter(following)
+        zero_counters(following, end)
         shared.store_atomic(state + ARRIVED, 0)
         shared.fetch_add(state + PHASE, 1)
         if shared.load_atomic(state + WAITING) > 0:
@@ -100,14 +102,13 @@ def note_failure(state, ith, row, status):  # type: ignore[no-untyped-def]
 def run_rows(state, ith, job):  # type: ignore[no-untyped-def]
     """This thread's share of a job."""
     rows, nth, last = shared.load(state + ROWS), shared.load(state + THREADS), shared.load(state + LAST)
-    times = shared.load(state + TIMES) if ith == 0 else 0
+    times, end = shared.load(state + TIMES) if ith == 0 else 0, rows + _ROW * last
     for i in range(shared.load(state + FIRST), last):
         row = rows + _ROW * i
         status = shared.call_entry(shared.load(row), shared.load(row + 8), shared.load(row + 16), ith, nth)
         if status != 0:
             note_failure(state, ith, i, status)
-        end = i + 1 == last
-        if (shared.load(row + 24) & BARRIER or end) and not barrier(state, nth, job, 0 if end else row + _ROW):
+        if (shared.load(row + 24) & BARRIER or i + 1 == last) and not barrier(state, nth, job, row + _ROW, end):
             return
         if times:
             shared.store(times + 8 * (i + 1), shared.ticks())
@@ -119,7 +120,7 @@ def run_alone(state):  # type: ignore[no-untyped-def]
     rows, last, times = shared.load(state + ROWS), shared.load(state + LAST), shared.load(state + TIMES)
     for i in range(shared.load(state + FIRST), last):
         row = rows + _ROW * i
-        zero_counter(row)
+        zero_counters(row, row + _ROW)
         status = shared.call_entry(shared.load(row), shared.load(row + 8), shared.load(row + 16), 0, 1)
         if status != 0:
             note_failure(state, 0, i, status)
@@ -149,8 +150,7 @@ def give_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     Only one job is out at a time: all threads have met at its last row when the next is published.
     """
     note_job(state, rows, first, last, times)
-    if first < last:
-        zero_counter(rows + _ROW * first)
+    zero_counters(rows + _ROW * first, rows + _ROW * last)
     job = shared.fetch_add(state + JOB, 1) + 1
     if shared.load_atomic(state + PARKED) > 0:
         shared.wake(state, state + JOB)
@@ -240,16 +240,19 @@ class Program:
         rows: int64 [n, 4]: entry, header, task, flags. The caller keeps what they point to.
 
     Raises:
-        ValueError: wrong shape, or a COUNTER row that no barrier precedes.
+        ValueError: wrong shape, or two rows with COUNTER and the same task without a barrier between them.
     """
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
         if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != 4 or not rows.flags.c_contiguous:
             raise ValueError(f"Program: rows must be contiguous int64 [n, 4], got {rows.dtype} {list(rows.shape)}")
-        unguarded = np.flatnonzero((rows[1:, 3] & COUNTER != 0) & (rows[:-1, 3] & BARRIER == 0))
-        if unguarded.size:
+        group = np.cumsum(rows[:, 3] & BARRIER) - (rows[:, 3] & BARRIER)  # barriers before the row
+        counts = np.flatnonzero(rows[:, 3] & COUNTER)
+        _, first = np.unique(np.stack([group[counts], rows[counts, 2]]), axis=1, return_index=True)
+        if len(first) < len(counts):
+            row = np.delete(counts, first)[0]
             raise ValueError(
-                f"Program: a row with COUNTER must follow a BARRIER, got none before row {unguarded[0] + 1}"
+                f"Program: a BARRIER must stand between rows with COUNTER and the same task, got none before row {row}"
             )
         self.rows = rows
 

@@ -548,9 +548,9 @@ def _fused_case(name, mode, n, ids, kind="F16", view=None):
         return ops.set_rows(t(kind, 3 * n, 8), joined, t.array(np.asarray(ids)))
 
 
-_fused_case("to an f16 cache", NORMAL, 64, np.int64([3, 0, 5]))
-_fused_case("to an f32 cache, the same row twice", NEOX, 20, np.int32([2, 7, 2, 1]), "F32", "view")
-_fused_case("to a quantized cache", NEOX, 64, np.int64([7, 6]), "Q8_0")
+_fused_case("to an f16 cache", NORMAL, 64, np.array([3, 0, 5]))
+_fused_case("to an f32 cache, the same row twice", NEOX, 20, np.array([2, 7, 2, 1], np.int32), "F32", "view")
+_fused_case("to a quantized cache", NEOX, 64, np.array([7, 6]), "Q8_0")
 
 
 # ---- gradient -------------------------------------------------------------------------------------------------------

@@ -177,3 +177,28 @@ def test_packed_weights_are_read_by_products_alone():
         for node in (ops.add(w, w), ops.get_rows(w, gg.from_numpy(np.int32([1]))), ops.mul_mat(x, w), ops.cpy(w, w)):
             with pytest.raises(NotImplementedError, match="'w' must lie in host memory, got a panel buffer"):
                 gg.build(node, 16).compute(1)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_products_of_the_same_source_need_no_barrier_between_them(n_threads):
+    rng = np.random.default_rng(3)
+    with gg.Context(1 << 20, no_alloc=True) as context:
+        weights = [gg.new_tensor(gg.F32, 64, 400) for _ in range(3)]
+    buffer = PANEL.new_buffer(sum(PANEL.padded_size(w) for w in weights))
+    allocator, values = TensorAllocator(buffer), rng.standard_normal((3, 400, 64), np.float32)
+    for w, v in zip(weights, values, strict=True):
+        allocator.alloc(w)
+        w.set(v)
+    with gg.Context(1 << 20):
+        x = gg.from_numpy(rng.standard_normal((1, 64), np.float32))
+    with context:
+        products = [ops.mul_mat(w, x) for w in weights]
+        graph = gg.build(products, 16)
+    graph.compute(n_threads)
+    executable = lower(graph, n_threads)
+    assert [int(row[3]) & BARRIER for row in executable.rows] == [0, 0, BARRIER]
+    for _ in range(20):
+        executable.run()
+        for v, y in zip(values, products, strict=True):
+            np.testing.assert_allclose(y.numpy()[0, 0, 0], v @ x.numpy()[0, 0, 0], rtol=1e-4, atol=1e-4)
+            y.numpy()[...] = 0

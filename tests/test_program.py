@@ -137,11 +137,15 @@ def test_a_program_without_rows_puts_no_worker_out_of_step(n_threads):
     assert empty.time(pool).size == 0
 
 
-def test_a_counter_needs_a_barrier_before_it():
+def test_rows_with_the_same_counter_need_a_barrier_between_them():
     rows = np.zeros((3, 4), np.int64)
-    rows[2, 3] = COUNTER
+    rows[0, 3] = rows[2, 3] = COUNTER
     with pytest.raises(ValueError, match="before row 2"):
         Program(rows)
+    rows[2, 2] = 64  # another task
+    Program(rows)
+    rows[2, 2], rows[1, 3] = 0, BARRIER
+    Program(rows)
     with pytest.raises(ValueError, match=r"int64 \[n, 4\]"):
         Program(np.zeros((3, 3), np.int64))
 
