@@ -29,6 +29,7 @@ __version__ = "0.1.0"
 _LAZY = {  # name -> the module that is imported when it is first used
     "LLM": "ggjit.llm",
     "GgufFile": "ggjit.gguf",
+    "GgufWriter": "ggjit.gguf",
     "Tokenizer": "ggjit.llm.tokenizer",
     "GraphAllocator": "ggjit.alloc",
     "TensorAllocator": "ggjit.alloc",
@@ -36,6 +37,7 @@ _LAZY = {  # name -> the module that is imported when it is first used
     "pull": "ggjit.fetch",
     "jitted": "ggjit.jit",
     "kernel": "ggjit.jit",
+    "register_type": "ggjit.ops.quants.own_type",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Context",
     "GgufError",
     "GgufFile",
+    "GgufWriter",
     "Graph",
     "GraphAllocator",
     "Op",
@@ -68,6 +71,7 @@ __all__ = [
     "new_node",
     "new_tensor",
     "pull",
+    "register_type",
     "row_size",
     "tensor_overhead",
 ]  # fmt: skip
