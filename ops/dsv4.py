@@ -17,7 +17,7 @@ from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, unbroadcast, zeros
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
-from ggjit.ops.lib.checks import require, require_type
+from ggjit.ops.lib.checks import are_f32, require, require_type
 from ggjit.ops.linalg import load_few
 from ggjit.tensor import Tensor, new_node
 
@@ -281,7 +281,7 @@ def dsv4_hc_comb_back_f32(
 
 DSV4_HC_COMB.kernel(lambda node: dsv4_hc_comb_f32)
 DSV4_HC_COMB.flops(lambda node: 4 * node.nelements * node.params.n_iter)
-DSV4_HC_COMB_BACK.kernel(lambda node: dsv4_hc_comb_back_f32)
+DSV4_HC_COMB_BACK.kernel(lambda node: dsv4_hc_comb_back_f32 if are_f32(node.src) else None)
 DSV4_HC_COMB_BACK.work_size(lambda node, nth: 80 * (2 * node.params.n_iter + 1) * nth)
 DSV4_HC_COMB_BACK.flops(lambda node: 10 * node.nelements * node.params.n_iter)
 

@@ -29,7 +29,7 @@ from ggjit import types
 from ggjit.autodiff import as_f32, refuse, unbroadcast
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op, element_nbytes
-from ggjit.ops.lib.checks import require, require_type
+from ggjit.ops.lib.checks import are_f32, require, require_type
 from ggjit.ops.mul_mat import check_mul_mat, is_packed, lower_activations, takes, transposed
 from ggjit.ops.recurrence_back import add_scaled
 from ggjit.tensor import Tensor, new_node
@@ -334,7 +334,10 @@ def mul_mat_id_back_f32(
                     add_scaled(dst, to, src0, u % src0_ne[1] * src0_nb[1] + t * src0_nb[2], g, dst_ne[0])
 
 
-MUL_MAT_ID_BACK.kernel(lambda node: mul_mat_id_back_f32)
+@MUL_MAT_ID_BACK.kernel
+def _(node):
+    b, ids, grad = node.src
+    return mul_mat_id_back_f32 if are_f32((b, grad)) and ids.type is types.I32 else None
 
 
 @MUL_MAT_ID_BACK.flops

@@ -24,7 +24,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
-from ggjit.ops.lib.checks import require
+from ggjit.ops.lib.checks import are_f32, require
 from ggjit.tensor import Dims, Tensor, new_node
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -217,7 +217,7 @@ def make_recurrence_back(mixes: bool, before: bool):
 
 @RECURRENCE_BACK.kernel
 def _(node):
-    return make_recurrence_back(node.src[7] is not None, bool(node.params.before))
+    return None if not are_f32(node.src) else make_recurrence_back(node.src[7] is not None, bool(node.params.before))
 
 
 @RECURRENCE_BACK.work_size

@@ -20,7 +20,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
-from ggjit.ops.lib.checks import require, require_contiguous, require_type
+from ggjit.ops.lib.checks import are_f32, require, require_contiguous, require_type
 from ggjit.tensor import Tensor, new_node, view_tensor
 
 convert = lazy_module("ggjit.ops.lib.convert")
@@ -287,7 +287,7 @@ def add_rel_pos_f32(
 WIN_PART.kernel(lambda node: make_win_part())
 WIN_UNPART.kernel(lambda node: make_win_unpart())
 GET_REL_POS.kernel(lambda node: make_get_rel_pos())
-GET_REL_POS_BACK.kernel(lambda node: get_rel_pos_back_f32)
+GET_REL_POS_BACK.kernel(lambda node: get_rel_pos_back_f32 if are_f32(node.src) else None)
 ADD_REL_POS.kernel(lambda node: add_rel_pos_f32)
 ADD_REL_POS.flops(lambda node: 2 * node.nelements)
 for _op in (WIN_PART, WIN_UNPART, GET_REL_POS):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggjit.types import F32
+
 if TYPE_CHECKING:
     from ggjit.tensor import Tensor
     from ggjit.types import Type
@@ -14,6 +16,11 @@ def described(tensors: tuple[Tensor | None, ...]) -> str:
     given = [t for t in tensors if t is not None]
     shapes = " and ".join(str(list(t.ne)) for t in given)
     return f"{shapes} ({', '.join(repr(t.name) for t in given)})"
+
+
+def are_f32(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Are all tensors that are there f32; for ops whose nodes are made by backward rules alone."""
+    return all(t is None or t.type is F32 for t in tensors)
 
 
 def require(where: str, holds: bool, must: str, *tensors: Tensor | None) -> None:
