@@ -252,7 +252,7 @@ def _metadata(writer: GgufWriter, file: GgufFile, made: Plan) -> None:
 
 def _rows(file: GgufFile, step: Step, n_threads: int) -> Iterator[NDArray[np.uint8]]:
     """The bytes of a tensor in its new type, some rows at a time."""
-    from ggjit.quantize import quantize_rows
+    from ggjit.quantize import dequantize_rows, quantize_rows
 
     info = step.info
     assert info.type is not None
@@ -270,24 +270,9 @@ def _rows(file: GgufFile, step: Step, n_threads: int) -> Iterator[NDArray[np.uin
         weights = None if step.imatrix is None else step.imatrix[mat % len(step.imatrix)]
         for first in range(mat * per_mat, (mat + 1) * per_mat, at_once):
             last = min(first + at_once, (mat + 1) * per_mat)
-            x = to_f32(info.type, data[first * size : last * size].reshape(last - first, size))
+            x = dequantize_rows(info.type, data[first * size : last * size].reshape(last - first, size), n_threads)
             yield quantize_rows(step.type, x, weights, n_threads)
             mapping.advise_dontneed(info.offset + first * size, (last - first) * size)
-
-
-def to_f32(kind: Type, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Rows of bytes as values.
-
-    Args:
-        kind: their type.
-        rows: uint8 [n_rows, row_size].
-    """
-    if kind.quant is not None:
-        return kind.quant.dequantize(rows)
-    if kind is types.BF16:
-        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    assert kind.dtype is not None
-    return rows.view(kind.dtype).astype(np.float32)
 
 
 def totals(made: Plan) -> Mapping[str, Sequence[int]]:

@@ -48,8 +48,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ggjit import types
-from ggjit.jit import Jitted, Kernel, jitted, kernel, lazy_module
+from ggjit.jit import Jitted, jitted, lazy_module
 from ggjit.ops.quants.quant import Bytes, Floats, Panel, Part, Quant, from_bytes, to_blocks
+from ggjit.ops.quants.rows_kernel import convert_rows, rows_kernel
 from ggjit.types import Type
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -58,7 +59,6 @@ __all__ = ["register_type"]
 
 RUN, ROWS = 32, 16
 SIZES = (32, 64, 128, 256)
-_ONE = [1, 1, 1, 1]
 
 
 def register_type(
@@ -359,40 +359,21 @@ def pack_block(layout: _Layout) -> Jitted:
     return pack_block
 
 
-def _rows_kernel(convert: Jitted, from_nbytes: int, to_nbytes: int, size: int) -> Kernel:
-    """Kernel: rows of src0 [bytes, rows] converted one by one; dst_ne[0] is the number of values in a row."""
-
-    @kernel
-    def convert_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
-        n = dst_ne[0]
-        for i in range(dst_ne[1]):
-            convert(src0, i * (n // size) * from_nbytes, dst, i * (n // size) * to_nbytes, n)
-
-    return convert_rows
-
-
 def _by_kernels(
     size: int, nbytes: int, coder: Jitted, decoder: Jitted
 ) -> tuple[Callable[..., Bytes], Callable[[Bytes], Floats]]:
     """The conversions of arrays: (quantize, dequantize)."""
-    code_rows, decode_rows = _rows_kernel(coder, 4 * size, nbytes, size), _rows_kernel(decoder, nbytes, 4 * size, size)
-
-    def run(convert: Kernel, source: Any, n_rows: int, n: int, row_nbytes: int) -> Bytes:
-        out = np.zeros((n_rows, row_nbytes), np.uint8)
-        if out.size:
-            flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-            args = (np.zeros(16, np.int32), np.zeros(64, np.uint8), 0, 1)
-            convert(out.reshape(-1), [n, n_rows, 1, 1], _ONE, flat, _ONE, _ONE, *args)
-        return out
+    code_rows, decode_rows = rows_kernel(coder, size, 4 * size, nbytes), rows_kernel(decoder, size, nbytes, 4 * size)
 
     def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
         """Rows of values to rows of blocks; an importance matrix has no effect."""
         x = to_blocks(x, size)
-        return run(code_rows, x, len(x), x.shape[1] * size, x.shape[1] * nbytes)
+        return convert_rows(code_rows, x.reshape(len(x), -1), x.shape[1] * size, x.shape[1] * nbytes)
 
     def dequantize(b: Bytes) -> Floats:
         """Rows of blocks to rows of values."""
         b = from_bytes(b, nbytes)
-        return run(decode_rows, b, len(b), b.shape[1] * size, 4 * b.shape[1] * size).view(np.float32)
+        n = b.shape[1] * size
+        return convert_rows(decode_rows, b.reshape(len(b), -1), n, 4 * n).view(np.float32)
 
     return quantize, dequantize
