@@ -365,6 +365,7 @@ def _cases():
     CPY.case("Q6_K to F32")(lambda t: cast(t("Q6_K", 512, 3), types.F32))
     CPY.case("F32 to I32")(lambda t: cast(t("F32", 25, 3, low=-100, high=100), types.I32))
     CPY.case("I32 to F32, transposed")(lambda t: cast(transpose(t.ints("I32", 25, 3, high=1 << 20)), types.F32))
+    CPY.case("into a tensor")(lambda t: cpy(t("F32", 65, 3), t("F16", 65, 3)))
     CPY.case("into a cache")(lambda t: cpy(t("F32", 8, 2), view_3d(t("F16", 8, 6), 8, 2, 1, 16, 32, 48)))
     CPY.case("into permuted memory")(lambda t: cpy(t("F32", 5, 4, 3), permute(t("F32", 5, 3, 4), 0, 2, 1, 3)))
     CPY.case("into padded rows of another shape")(

@@ -378,6 +378,9 @@ def _cases():
         lambda t: swiglu_oai(t("F32", 37, low=-3, high=3), t("F32", 37, low=-3, high=3), 1.2, 2.0)
     )
     GLU.case("swiglu_clamp")(lambda t: swiglu_clamp(t("F32", 74, 3, low=-9, high=9), None, 1.5))
+    GLU.case("swiglu_clamp, split")(
+        lambda t: swiglu_clamp(t("F32", 41, 3, low=-9, high=9), t("F32", 41, 3, low=-9, high=9), 1.5)
+    )
 
 
 _cases()

@@ -232,6 +232,12 @@ def _(t):
     return view_1d(t("F32", 48, 6), 20, 80)
 
 
+@VIEW.case("first row")
+def _(t):
+    a = t("F32", 48, 6)
+    return view_1d(a, a.ne[0], 0)
+
+
 @VIEW.case("query columns")
 def _(t):
     return view_2d(t("F32", 2304, 5), 768, 5, 9216, 3072)

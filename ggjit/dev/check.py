@@ -3,6 +3,7 @@
 format    ruff format --check
 lint      ruff check
 types     mypy, strict for the public API
+docs      the pages made from the registries are fresh
 tests     pytest
 wheel     a wheel is built, installed in a new environment and used from another folder
 """
@@ -61,6 +62,10 @@ def _lint() -> bool:
 
 def _types() -> bool:
     return _python("mypy")
+
+
+def _docs() -> bool:
+    return _python("ggjit.dev", "docs", "--check")
 
 
 def _tests() -> bool:
@@ -127,6 +132,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "format": _format,
     "lint": _lint,
     "types": _types,
+    "docs": _docs,
     "tests": _tests,
     "wheel": _wheel,
 }
