@@ -7,7 +7,7 @@ import sys
 import time
 
 from ggjit.cli import at_least
-from ggjit.llm.quantize_model import Plan, plan, quantize_model, tensor_rule, totals, weight_type
+from ggjit.llm.quantize_model import Plan, plan, quantize_model, result_nbytes, tensor_rule, totals, weight_type
 
 _MIXES = """
 TYPE is the name of a mix, which says what each tensor becomes:
@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         matrix = read_imatrix(args.imatrix) if args.imatrix else None
         with GgufFile(path) as file:
-            _print(plan(file, args.type, matrix, choices, args.allow_requantize))
+            made = plan(file, args.type, matrix, choices, args.allow_requantize)
+            _print(made)
+            print(f"the file would have {result_nbytes(file, made):,} bytes")
         return 0
     with ByteBar("quantizing", not args.no_progress) as bar:
         n_threads = args.threads or default_threads()

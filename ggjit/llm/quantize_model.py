@@ -24,7 +24,7 @@ from ggjit.llm.imatrix_file import Imatrix, read_imatrix
 from ggjit.llm.quantize_mixes import NEEDS_IMATRIX, Choices, Mix, ModelFacts, TensorFacts, choose_types, find_mix
 from ggjit.types import Type
 
-__all__ = ["Plan", "Step", "plan", "quantize_model", "tensor_rule", "totals", "weight_type"]
+__all__ = ["Plan", "Step", "plan", "quantize_model", "result_nbytes", "tensor_rule", "totals", "weight_type"]
 
 QUANTIZATION_VERSION = 2
 _PIECE = 1 << 24  # values decoded at once
@@ -223,11 +223,24 @@ def quantize_model(
             if os.path.exists(out) and os.path.samefile(mapping.path, out):
                 raise ValueError(f"quantize: the result must be another file than the model, got {os.fspath(out)!r}")
         made = plan(file, type, matrix, choices, allow_requantize)
-        with GgufWriter(out, progress) as writer:
-            _metadata(writer, file, made)
-            for step in made.steps:
-                writer.add_tensor(step.info.name, _rows(file, step, n_threads), step.type, step.ne)
+        _writer(out, file, made, n_threads, progress).write()
         return made
+
+
+def result_nbytes(file: GgufFile, made: Plan) -> int:
+    """Bytes of the file that a plan leads to."""
+    return _writer("", file, made, 1, None).nbytes
+
+
+def _writer(
+    out: str | os.PathLike[str], file: GgufFile, made: Plan, n_threads: int, progress: Callable[[int, int], None] | None
+) -> GgufWriter:
+    """All that the result holds, declared."""
+    writer = GgufWriter(out, progress)
+    _metadata(writer, file, made)
+    for step in made.steps:
+        writer.add_tensor(step.info.name, _rows(file, step, n_threads), step.type, step.ne)
+    return writer
 
 
 def _metadata(writer: GgufWriter, file: GgufFile, made: Plan) -> None:
