@@ -80,9 +80,13 @@ def dequantize_np(b):
 OTHERS = [(1, False), (3, True), (3, False), (40, True)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def q3_64():
-    return register()
+    """The type; the registry is as it was when the tests of this file have run."""
+    yield register()
+    for t in types.all_types():
+        if t.id >= types.FIRST_USER_ID:
+            del types._BY_ID[t.id], types._BY_NAME[t.name.upper()]
 
 
 @pytest.fixture(autouse=True)
