@@ -14,7 +14,9 @@ the record once; what changes later (data, buffer, flags, name) lives in the rec
 
 from __future__ import annotations
 
+import builtins
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -481,7 +483,10 @@ def contiguous_nb(type: Type, ne: Dims) -> Dims:
 def _dims(what: str, ne: Sequence[int]) -> Dims:
     if not 1 <= len(ne) <= MAX_DIMS:
         raise ValueError(f"{what}: a tensor must have 1 to {MAX_DIMS} dimensions, got {list(ne)}")
-    dims = tuple(int(n) for n in ne) + (1,) * (MAX_DIMS - len(ne))
+    try:
+        dims = tuple(map(operator.index, ne)) + (1,) * (MAX_DIMS - len(ne))
+    except TypeError:
+        raise TypeError(f"{what}: dimensions must be ints, got {list(ne)}") from None
     if min(dims) < 0:
         raise ValueError(f"{what}: dimensions must not be negative, got {list(ne)}")
     if math.prod(n or 1 for n in dims) >= _MOST:
@@ -557,7 +562,11 @@ def new_node(
         view_src,
         view_offs,
     )
-    sources = tuple([0 if s is None else s.address for s in src]) + _NO_SRC[MAX_SRC - len(src)]
+    try:
+        sources = tuple([0 if s is None else s.address for s in src]) + _NO_SRC[MAX_SRC - len(src)]
+    except AttributeError:
+        given = [type.__name__ for type in map(builtins.type, src)]
+        raise TypeError(f"{op.name}: sources must be Tensors or None, got {given}") from None
     root = 0 if view_src is None else view_src.address
     try:
         _RECORD.pack_into(

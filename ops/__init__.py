@@ -7,6 +7,7 @@ reaches the file.
 
 import sys
 
+from ggjit.arguments import checked
 from ggjit.ops.attention import *
 from ggjit.ops.back import *
 from ggjit.ops.binary import *
@@ -53,3 +54,4 @@ _FAMILIES = ("attention", "back", "binary", "conv", "conv_by_im2col", "conv_tran
              "rows", "rwkv", "scale", "set", "soft_max", "sort", "ssm", "unary", "unary_back", "upscale",
              "views", "window")  # fmt: skip
 __all__ = [name for family in _FAMILIES for name in sys.modules[f"{__name__}.{family}"].__all__]
+globals().update({name: checked(globals()[name]) for name in __all__})

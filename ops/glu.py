@@ -61,6 +61,12 @@ def _glu(
     return new_node(GLU, a.type, a.ne, (a, b), params)
 
 
+def _second(where: str, b: Tensor) -> Tensor:
+    if b is None:
+        raise TypeError(f"{where}: b must be a Tensor, got None")
+    return b
+
+
 def glu(a: Tensor, b: Tensor | None, function: str, *, swapped: bool = False) -> Tensor:
     """Multiply an activation of one half by the other half: f(x) * g.
 
@@ -129,7 +135,7 @@ def reglu_split(a: Tensor, b: Tensor) -> Tensor:
 
     Source: ggml_reglu_split.
     """
-    return _glu("reglu", a, b)
+    return _glu("reglu", a, _second("reglu_split", b))
 
 
 def geglu_split(a: Tensor, b: Tensor) -> Tensor:
@@ -137,7 +143,7 @@ def geglu_split(a: Tensor, b: Tensor) -> Tensor:
 
     Source: ggml_geglu_split.
     """
-    return _glu("geglu", a, b)
+    return _glu("geglu", a, _second("geglu_split", b))
 
 
 def swiglu_split(a: Tensor, b: Tensor) -> Tensor:
@@ -145,7 +151,7 @@ def swiglu_split(a: Tensor, b: Tensor) -> Tensor:
 
     Source: ggml_swiglu_split.
     """
-    return _glu("swiglu", a, b)
+    return _glu("swiglu", a, _second("swiglu_split", b))
 
 
 def geglu_erf_split(a: Tensor, b: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ def geglu_erf_split(a: Tensor, b: Tensor) -> Tensor:
 
     Source: ggml_geglu_erf_split.
     """
-    return _glu("geglu_erf", a, b)
+    return _glu("geglu_erf", a, _second("geglu_erf_split", b))
 
 
 def geglu_quick_split(a: Tensor, b: Tensor) -> Tensor:
@@ -161,7 +167,7 @@ def geglu_quick_split(a: Tensor, b: Tensor) -> Tensor:
 
     Source: ggml_geglu_quick_split.
     """
-    return _glu("geglu_quick", a, b)
+    return _glu("geglu_quick", a, _second("geglu_quick_split", b))
 
 
 def swiglu_oai(a: Tensor, b: Tensor | None, alpha: float, limit: float) -> Tensor:

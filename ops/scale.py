@@ -54,7 +54,7 @@ def scale_bias(a: Tensor, s: float, b: float, *, inplace: bool = False) -> Tenso
             f"scale: rows of a must be contiguous and equally far apart, got ne {list(a.ne)}, nb {list(nb)} "
             f"('{a.name}')"
         )
-    params = (float(s), float(b))
+    params = (s, b)
     return view_tensor(SCALE, a, (a,), params) if inplace else new_node(SCALE, a.type, a.ne, (a,), params)
 
 

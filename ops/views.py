@@ -6,6 +6,8 @@ with the offsets summed. What needs gaps closed or elements moved is a copy: `co
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 
 from ggjit import ops
@@ -31,9 +33,13 @@ def as_dims(where: str, type: Type, *ne: int) -> Dims:
     """Check 1 to 4 sizes of a result and fill them up with ones.
 
     Raises:
+        TypeError: a size is no whole number.
         ValueError: a size is negative, or the first is no multiple of the type's block.
     """
-    dims = tuple(int(n) for n in ne) + (1,) * (4 - len(ne))
+    try:
+        dims = tuple(map(operator.index, ne)) + (1,) * (4 - len(ne))
+    except TypeError:
+        raise TypeError(f"{where}: sizes must be ints, got {list(ne)}") from None
     if min(dims) < 0:
         raise ValueError(f"{where}: sizes must not be negative, got {list(ne)}")
     if dims[0] % type.blck_size:
