@@ -19,6 +19,8 @@ Long contexts with few queries are split among threads by chunks of 512 KV rows,
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
 from ggjit import ops, types
@@ -34,7 +36,7 @@ frames = lazy_module("ggjit.ops.lib.attention_frame")
 rows = lazy_module("ggjit.ops.lib.attention_rows")
 lanes = lazy_module("ggjit.ops.lib.attention_lanes")
 
-__all__ = ["flash_attn_ext"]
+__all__ = ["flash_attn_back", "flash_attn_ext"]
 
 FLASH_ATTN_EXT = Op(
     "flash_attn_ext",
@@ -90,6 +92,29 @@ def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     ne = (v.ne[0], q.ne[2], q.ne[1], q.ne[3])
     src = (q, k, v) if mask is None and sinks is None else (q, k, v, mask) if sinks is None else (q, k, v, mask, sinks)
     return new_node(FLASH_ATTN_EXT, types.F32, ne, src, (scale, max_bias, logit_softcap, prec))
+
+
+def flash_attn_back(q: Tensor, k: Tensor, v: Tensor, d: Tensor, masked: bool) -> NoReturn:
+    """Refuse, as ggml does: its op is of a flash attention that is no more, without scale, mask tensor and sinks.
+
+    Gradients of `flash_attn_ext` are made of other ops by `Graph.build_backward_expand`.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values, transposed.
+        d: gradient of the result.
+        masked: was the attention causal.
+
+    Raises:
+        NotImplementedError: always.
+
+    Source: ggml_flash_attn_back, which aborts.
+    """
+    raise NotImplementedError(
+        "flash_attn_back: the gradient must be taken of flash_attn_ext, by Graph.build_backward_expand, got a call of "
+        "ggml's op for its former flash attention"
+    )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
