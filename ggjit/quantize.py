@@ -3,8 +3,8 @@
     quantize_rows(types.Q4_K, x)                 # f32 [n_rows, n] -> uint8 [n_rows, row_size]
     dequantize_rows(types.Q4_K, b)               # and back
 
-Types without a search are coded and all are decoded by compiled code; searches are NumPy's. Rows are independent, so
-the bytes do not depend on the number of threads.
+Compiled code does it where the type has it; importance matrices, and searches that are not compiled, are NumPy's. Rows
+are independent, so the bytes do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ggjit.types import Type
 __all__ = ["dequantize_rows", "quantize_rows"]
 
 _PIECE = 1 << 20  # values that a thread converts at once
+_SEARCHED_IN_NUMPY = ("IQ4_NL",)  # the compiled form, for graphs, is without search
 
 
 def quantize_rows(
@@ -107,8 +108,8 @@ def _coder(type: Type, imatrix: NDArray[np.float32] | None) -> Callable[[Any], A
     if type is types.BF16:
         return _to_bf16
     quant = _quant(type, "make")
-    searches = quant.searches or quant.quantize_row is None or imatrix is not None
-    return (lambda x: quant.quantize(x, imatrix)) if searches else _row_coder(quant)
+    in_numpy = quant.quantize_row is None or imatrix is not None or type.name in _SEARCHED_IN_NUMPY
+    return (lambda x: quant.quantize(x, imatrix)) if in_numpy else _row_coder(quant)
 
 
 def _to_f16(x: NDArray[np.float32]) -> NDArray[np.uint8]:
