@@ -142,8 +142,8 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, max_bias: float) -> N
         return
     if mask.type is not types.F16:
         raise TypeError(f"flash_attn_ext: mask must be F16, got {mask.type.name} ('{mask.name}')")
-    fits = mask.ne[0] == k.ne[1] and mask.ne[1] >= q.ne[1] and q.ne[2] % mask.ne[2] == 0 and q.ne[3] % mask.ne[3] == 0
-    if not fits or not mask.is_contiguous:
+    fits = mask.ne[0] == k.ne[1] and mask.ne[1] >= q.ne[1] and 0 not in mask.ne[2:]
+    if not fits or q.ne[2] % mask.ne[2] or q.ne[3] % mask.ne[3] or not mask.is_contiguous:
         raise ValueError(
             f"flash_attn_ext: mask must be contiguous, of {k.ne[1]} columns and at least {q.ne[1]} rows, with ne[2] "
             f"dividing {q.ne[2]}, ne[3] dividing {q.ne[3]}, got ne {list(mask.ne)}, nb {list(mask.nb)} ('{mask.name}')"
@@ -181,7 +181,7 @@ def _plan(node: Tensor, nth: int) -> tuple[list[Kernel], int] | None:
     q, k, v = (t for t in node.src[:3] if t is not None)
     if any(t.type.name not in PLAIN and t.type.quant is None for t in (k, v)):
         return None
-    (dk, n), dv, n_kv, group = q.ne[:2], v.ne[0], k.ne[1], q.ne[2] // k.ne[2]
+    (dk, n), dv, n_kv, group = q.ne[:2], v.ne[0], k.ne[1], max(q.ne[2] // k.ne[2], 1)
     n_heads = k.ne[2] * q.ne[3]
     layout = rows if n * group < FEW else lanes
     kernels = [layout.make_kernel(dk, dv, k.type.name, v.type.name, group, node.params.logit_softcap != 0)]

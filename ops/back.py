@@ -161,7 +161,7 @@ def rms_norm_back(a: Tensor, b: Tensor, eps: float) -> Tensor:
     Source: ggml_rms_norm_back.
     """
     _check_pair("rms_norm_back", a, b)
-    if eps < 0:
+    if not eps >= 0:
         raise ValueError(f"rms_norm_back: eps must not be negative, got {eps} ('{b.name}')")
     return new_node(RMS_NORM_BACK, a.type, a.ne, (a, b), (eps,))
 

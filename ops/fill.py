@@ -116,9 +116,13 @@ def arange(start: float, stop: float, step: float) -> Tensor:
 
     Source: ggml_arange.
     """
-    if not (stop > start and step > 0):
-        raise ValueError(f"arange: stop must be above start and step above 0, got {start}, {stop} and {step}")
-    n = math.ceil(float((np.float32(stop) - np.float32(start)) / np.float32(step)))
+    with np.errstate(all="ignore"):
+        n = float((np.float32(stop) - np.float32(start)) / np.float32(step)) if step > 0 else math.nan
+    if not 0 < n < math.inf:
+        raise ValueError(
+            f"arange: stop must be above start and step above 0, all finite, got {start}, {stop} and {step}"
+        )
+    n = math.ceil(n)
     return new_node(ARANGE, types.F32, (n, 1, 1, 1), (), (start, stop, step))
 
 

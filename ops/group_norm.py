@@ -63,7 +63,7 @@ def group_norm(a: Tensor, n_groups: int, eps: float, *, inplace: bool = False) -
     Source: Wu and He, Group normalization (2018); ggml_group_norm.
     """
     require_type("group_norm", "a", a, types.F32)
-    if n_groups < 1 or eps < 0:
+    if n_groups < 1 or not eps >= 0:
         raise ValueError(
             f"group_norm: n_groups must be positive and eps not negative, got {n_groups} and {eps} ('{a.name}')"
         )
@@ -188,7 +188,7 @@ def l2_norm(a: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
     Source: ggml_l2_norm.
     """
     require_type("l2_norm", "a", a, types.F32)
-    if eps < 0:
+    if not eps >= 0:
         raise ValueError(f"l2_norm: eps must not be negative, got {eps} ('{a.name}')")
     return view_tensor(L2_NORM, a, (a,), (eps,)) if inplace else new_node(L2_NORM, a.type, a.ne, (a,), (eps,))
 

@@ -20,6 +20,7 @@ from ggjit import ops, types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.lib.checks import require, require_type
+from ggjit.ops.views import as_dims
 from ggjit.tensor import Dims, Tensor, new_node
 from ggjit.types import Type
 
@@ -119,8 +120,10 @@ def im2col_back(a: Tensor, b: Tensor, ne: Dims, s0: int, s1: int, p0: int, p1: i
 
     Source: ggml_im2col_back.
     """
-    dims: Dims = (*ne, *(1,) * (4 - len(ne)))  # type: ignore[assignment]
+    dims = as_dims("im2col_back", types.F32, *ne)
     require_type("im2col_back", "a", a, types.F32)
+    channels = dims[2] == b.ne[2] if is_2D else dims[1] == b.ne[1] and dims[3] == 1
+    require("im2col_back", channels, f"the kernel b must have the channels of the image {list(dims)}", a, b)
     size = b.ne[0] * b.ne[1] * (b.ne[2] if is_2D else 1)
     ow = conv_size("im2col_back", a, b, dims[0], b.ne[0], s0, p0, d0)
     oh = conv_size("im2col_back", a, b, dims[1], b.ne[1], s1, p1, d1) if is_2D else dims[2]
@@ -199,6 +202,7 @@ def im2col_3d_back(a: Tensor, b: Tensor, ne: Dims, n_channels: int, s0: int, s1:
         ValueError: `a` has not the shape of im2col_3d's result, or `n_channels` does not divide `ne[3]`.
         TypeError: `a` is not f32.
     """
+    ne = as_dims("im2col_3d_back", types.F32, *ne)
     require_type("im2col_3d_back", "a", a, types.F32)
     fits = n_channels > 0 and ne[3] % n_channels == 0
     require("im2col_3d_back", fits, f"the {n_channels} channels must divide those of the volume {list(ne)}", a, b)

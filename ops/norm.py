@@ -38,7 +38,7 @@ RMS_NORM = Op("rms_norm", id=25, params=(("eps", "f32"),), inplace=True)
 
 
 def _norm(op: Op, a: Tensor, eps: float, inplace: bool) -> Tensor:
-    if eps < 0:
+    if not eps >= 0:
         raise ValueError(f"{op.name}: eps must not be negative, got {eps} ('{a.name}')")
     return view_tensor(op, a, (a,), (eps,)) if inplace else new_node(op, a.type, a.ne, (a,), (eps,))
 

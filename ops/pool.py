@@ -12,6 +12,7 @@ f32, or 0 for the mean of pool_2d.
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
@@ -44,6 +45,11 @@ def _size(where: str, a: Tensor, n: int, k: int, s: int, p: int) -> int:
             f"got {k}, {s}, {p} for a", a)  # fmt: skip
     require(where, n + 2 * p >= k, f"the kernel ({k}) must fit a with its padding ({p})", a)
     return (n + 2 * p - k) // s + 1
+
+
+def _padding(p: float) -> int:
+    """A padding, which ggml takes as a float, as a whole number; -1 for one that is none."""
+    return int(p) if math.isfinite(p) else -1
 
 
 def _check_pool(where: str, a: Tensor, pool: int) -> None:
@@ -98,8 +104,8 @@ def pool_2d(a: Tensor, op: int, k0: int, k1: int, s0: int, s1: int, p0: float, p
     Source: ggml_pool_2d.
     """
     _check_pool("pool_2d", a, op)
-    ne0, ne1 = _size("pool_2d", a, a.ne[0], k0, s0, int(p0)), _size("pool_2d", a, a.ne[1], k1, s1, int(p1))
-    return new_node(POOL_2D, types.F32, (ne0, ne1, *a.ne[2:]), (a,), (op, k0, k1, s0, s1, int(p0), int(p1)))
+    ne0, ne1 = _size("pool_2d", a, a.ne[0], k0, s0, _padding(p0)), _size("pool_2d", a, a.ne[1], k1, s1, _padding(p1))
+    return new_node(POOL_2D, types.F32, (ne0, ne1, *a.ne[2:]), (a,), (op, k0, k1, s0, s1, _padding(p0), _padding(p1)))
 
 
 def pool_2d_back(a: Tensor, af: Tensor, op: int, k0: int, k1: int, s0: int, s1: int, p0: float, p1: float) -> Tensor:
@@ -129,10 +135,10 @@ def pool_2d_back(a: Tensor, af: Tensor, op: int, k0: int, k1: int, s0: int, s1: 
     """
     _check_pool("pool_2d_back", af, op)
     require_type("pool_2d_back", "a", a, types.F32)
-    along = ((af.ne[0], k0, s0, int(p0)), (af.ne[1], k1, s1, int(p1)))
+    along = ((af.ne[0], k0, s0, _padding(p0)), (af.ne[1], k1, s1, _padding(p1)))
     sizes = [_size("pool_2d_back", af, *nksp) for nksp in along]
     require("pool_2d_back", a.ne == (*sizes, *af.ne[2:]), f"a must have ne {[*sizes, *af.ne[2:]]}", a, af)
-    return new_node(POOL_2D_BACK, types.F32, af.ne, (a, af), (op, k0, k1, s0, s1, int(p0), int(p1)))
+    return new_node(POOL_2D_BACK, types.F32, af.ne, (a, af), (op, k0, k1, s0, s1, _padding(p0), _padding(p1)))
 
 
 # --- references -------------------------------------------------------------------------------------------------------

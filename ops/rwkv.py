@@ -170,8 +170,8 @@ def gated_delta_net(
             require_contiguous(where, name, t)
         else:
             require(where, t.nb[0] == 4, f"rows of {name} must be contiguous", t)
-    like_v = q.ne == k.ne and k.ne[0] == n and heads % k.ne[1] == 0 and k.ne[2:] == v.ne[2:]
-    require(where, like_v, "q and k must be alike and fit v, whose heads are a multiple of theirs", q, k, v)
+    like_v = q.ne == k.ne and k.ne[0] == n and k.ne[1] and heads % k.ne[1] == 0 and k.ne[2:] == v.ne[2:]
+    require(where, bool(like_v), "q and k must be alike and fit v, whose heads are a multiple of theirs", q, k, v)
     require(where, g.ne[0] in (1, n) and g.ne[1:] == v.ne[1:], "g.ne[0] must be 1 or that of v, the rest as v", g, v)
     require(where, beta.ne == (1, *v.ne[1:]), "beta must have a value for each head and token of v", beta, v)
     require(where, state.nelements == n * n * heads * seqs, "state must have n x n values for each head of v", state, v)

@@ -40,8 +40,8 @@ def as_dims(where: str, type: Type, *ne: int) -> Dims:
         dims = tuple(map(operator.index, ne)) + (1,) * (4 - len(ne))
     except TypeError:
         raise TypeError(f"{where}: sizes must be ints, got {list(ne)}") from None
-    if min(dims) < 0:
-        raise ValueError(f"{where}: sizes must not be negative, got {list(ne)}")
+    if len(dims) != 4 or min(dims) < 0:
+        raise ValueError(f"{where}: sizes must be 1 to 4 and not be negative, got {list(ne)}")
     if dims[0] % type.blck_size:
         raise ValueError(
             f"{where}: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {list(ne)}"

@@ -50,7 +50,7 @@ ROWS = [
     (lambda: ops.count_equal(leaf(4, type="I32"), leaf(5, type="I32")), V, "count_equal: a and b must have one shape"),
     (lambda: ops.repeat(leaf(3, 2), leaf(4, 2)), V, "repeat: each size of the result must be a multiple"),
     (lambda: ops.repeat(leaf(32, type="Q8_0"), leaf(64)), T, "repeat: a must be of a plain type, got Q8_0"),
-    (lambda: ops.repeat_4d(leaf(3), 6, -1, 1, 1), V, "repeat_4d: sizes must not be negative"),
+    (lambda: ops.repeat_4d(leaf(3), 6, -1, 1, 1), V, "repeat_4d: sizes must be 1 to 4 and not be negative"),
     (lambda: ops.repeat_back(leaf(6, type="F16"), leaf(3)), T, "repeat_back: a must be F32"),
     (lambda: ops.repeat_back(leaf(6), leaf(4)), V, "repeat_back: each size of b must divide that of a"),
     (lambda: ops.concat(leaf(4, 3), leaf(4, 2), 0), V, "concat: a and b must agree in all dimensions but 0"),
