@@ -119,11 +119,8 @@ def arange(start: float, stop: float, step: float) -> Tensor:
     with np.errstate(all="ignore"):
         n = float((np.float32(stop) - np.float32(start)) / np.float32(step)) if step > 0 else math.nan
     if not 0 < n < math.inf:
-        raise ValueError(
-            f"arange: stop must be above start and step above 0, all finite, got {start}, {stop} and {step}"
-        )
-    n = math.ceil(n)
-    return new_node(ARANGE, types.F32, (n, 1, 1, 1), (), (start, stop, step))
+        raise ValueError(f"arange: stop must be above start and step above 0, got {start}, {stop} and {step}")
+    return new_node(ARANGE, types.F32, (math.ceil(n), 1, 1, 1), (), (start, stop, step))
 
 
 @ARANGE.reference

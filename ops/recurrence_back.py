@@ -60,7 +60,7 @@ def recurrence_back(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor | None
     like_k = all(t is None or t.ne == k.ne for t in (r, w, a, b)) and (a is None) == (b is None)
     n, heads, tokens, seqs = k.ne
     fits = like_k and v.ne == grad.ne == (v.ne[0], heads, tokens, seqs) and s.ne == (n, v.ne[0], heads, seqs)
-    require("recurrence_back", fits and grad_s.ne[:3] == s.ne[:3] and seqs and grad_s.ne[3] % seqs == 0,
+    require("recurrence_back", fits and grad_s.ne[:3] == s.ne[:3] and seqs > 0 and grad_s.ne[3] % seqs == 0,
             "r, w, a and b must be as k, grad as v, and states fit them", k, v, s, grad, grad_s)  # fmt: skip
     parts: list[tuple[str, Dims]] = [("r", k.ne), ("w", k.ne), ("k", k.ne), ("v", v.ne), ("s", s.ne)]
     if a is not None:

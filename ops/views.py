@@ -46,7 +46,7 @@ def as_dims(where: str, type: Type, *ne: int) -> Dims:
         raise ValueError(
             f"{where}: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {list(ne)}"
         )
-    return dims  # type: ignore[return-value]
+    return dims
 
 
 # --- reshape ----------------------------------------------------------------------------------------------------------
