@@ -15,7 +15,7 @@ where all conditions must hold; one with a "!" must not. Conditions:
     experts    8 experts
     imatrix    an importance matrix is given
     falcon     the architecture is falcon
-    big        a model of 70 B parameters: 80 layers, keys shared among query heads
+    big        a model of 70 B parameters: an architecture of `BIG` with 80 blocks
     ragged     rows are no multiple of the block of the mix's base type
     matrices   more than two dimensions: the matrices of all experts in one tensor
     first_N    one of the first n / N of the n tensors of the kind
@@ -210,6 +210,8 @@ FALLBACKS = {
     **dict.fromkeys(("Q2_K", "Q3_K", "Q2_0", "TQ1_0", "TQ2_0"), "Q4_0"), "Q4_K": "Q5_0", "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }  # fmt: skip
+# Architectures whose models of 80 blocks have 70 B parameters, unless so many query heads share a key head.
+BIG: dict[str, tuple[int, ...]] = {"llama": (1,), "llama-embed": (1,), "qwen2": (), "deci": ()}
 NEEDS_IMATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 
 
@@ -284,7 +286,7 @@ CONDITIONS: dict[str, Callable[[_Place, int], bool]] = {
     "experts": lambda p, _: p.model.n_expert == 8,
     "imatrix": lambda p, _: p.model.has_imatrix,
     "falcon": lambda p, _: p.model.arch == "falcon",
-    "big": lambda p, _: p.model.n_layer == 80 and p.model.n_gqa != 1,
+    "big": lambda p, _: p.model.n_layer == 80 and p.model.n_gqa not in BIG.get(p.model.arch, (p.model.n_gqa,)),
     "ragged": lambda p, _: p.tensor.ne[0] % types.by_name(p.mix.base).blck_size != 0,
     "matrices": lambda p, _: len(p.tensor.ne) > 2,
     "first": lambda p, parts: p.i < p.n // parts,

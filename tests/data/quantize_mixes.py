@@ -41,6 +41,8 @@ MODELS = {
     "80 blocks": ("llama", 80, 8, 1, 0, False, 256, ["attn_v", "ffn_down"]),
     "80 blocks, gqa 2": ("llama", 80, 8, 4, 0, False, 256, ["attn_v"]),
     "80 blocks, mha": ("llama", 80, 8, 8, 0, False, 256, ["attn_v"]),
+    "80 blocks, qwen2": ("qwen2", 80, 8, 8, 0, False, 256, ["attn_v"]),
+    "80 blocks, phi3": ("phi3", 80, 8, 2, 0, False, 256, ["attn_v"]),
     "gemma3": ("gemma3", 18, 4, 1, 0, True, 640, DENSE),
     "odd": ("llama", 9, 8, 4, 8, False, 256, ODD),
     "rows of 576": ("llama", 8, 9, 3, 0, False, 576, DENSE),
