@@ -185,6 +185,10 @@ def _taken(rows: NDArray[np.uint8], type: Type, dim: int, indices: NDArray[np.in
     return cut.reshape(*rows.shape[:3], -1)
 
 
+def _is_host(t: Tensor) -> bool:
+    return t.buffer is not None and t.buffer.type.is_host
+
+
 class Bench:
     """A shape made ready: leafs, graph, and what its result must be.
 
@@ -194,6 +198,7 @@ class Bench:
 
     Attributes:
         node: the result.
+        weight_rows: the bytes, as in a file, of weights that are packed.
         graph: computes it.
     """
 
@@ -210,6 +215,7 @@ class Bench:
         n = 1 if self._dim == 4 else self.node.ne[self._dim]
         self._indices = np.unique(np.linspace(0, n - 1, min(n, N_SAMPLES)).astype(np.int64))
         self.want = self._reference(cut)
+        self.weight_rows = {leaf.tensor: leaf.rows for leaf in self.leafs.made if not _is_host(leaf.tensor)}
         self.leafs.made.clear()
 
     def _sample(self) -> tuple[int, Mapping[int, int]]:

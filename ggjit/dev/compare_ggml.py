@@ -15,7 +15,7 @@ import ctypes
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -102,12 +102,15 @@ class Ggml:
         self._backend = cpu.ggml_backend_cpu_init()
         cpu.ggml_backend_cpu_set_n_threads(self._backend, threads)
 
-    def graph(self, node: Tensor, result: NDArray[np.uint8], repeats: int = 1) -> Callable[[], None]:
+    def graph(
+        self, node: Tensor, result: NDArray[np.uint8], rows: Mapping[Tensor, NDArray[np.uint8]], repeats: int = 1
+    ) -> Callable[[], None]:
         """A function by which ggml computes a node, `repeats` times in one graph.
 
         Args:
             node: what ggjit computes; its sources have data.
             result: memory for ggml's result, of the node's nbytes; unused where the node writes into a source.
+            rows: the bytes of sources that are packed.
             repeats: how often.
         """
         base, context = self.base, self.base.ggml_init(_InitParams(ARENA, None, True))
@@ -125,7 +128,7 @@ class Ggml:
 
         for s in node.src:
             if s is not None and s not in made:
-                made[s] = header(s, s.data)
+                made[s] = header(s, rows[s].ctypes.data if s in rows else s.data)
         data = node.data if node.view_src is not None else result.ctypes.data
         graph = base.ggml_new_graph(context)
         for _ in range(repeats):
@@ -155,7 +158,7 @@ def compare(shape: Shape, ggml: Ggml, turns: int = 5, seconds: float = 0.01, rep
         ggml: the libraries.
         turns: of each side.
         seconds: shortest time of a turn.
-        repack: ggjit's weights of products lie in panels; results are then compared with the reference alone.
+        repack: ggjit's weights of products lie in panels.
 
     Returns:
         The comparison.
@@ -171,7 +174,7 @@ def compare(shape: Shape, ggml: Ggml, turns: int = 5, seconds: float = 0.01, rep
     bench.run(1)
     bench.check()
     repeats = 1 if bench.amount("read") > SMALL else REPEATS
-    compute = ggml.graph(node, result := aligned_bytes(node.nbytes), repeats)
+    compute = ggml.graph(node, result := aligned_bytes(node.nbytes), bench.weight_rows, repeats)
     compute()
     if node.view_src is None:
         pair.error = _difference(bench, result)
