@@ -19,9 +19,9 @@ from ggjit.autodiff import as_contiguous, as_f32, unbroadcast
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require, require_type
-from ggjit.ops.recurrence_back import dot
 from ggjit.tensor import Tensor, new_node
 
+state_rows = lazy_module("ggjit.ops.lib.state_rows")
 convert = lazy_module("ggjit.ops.lib.convert")
 memory = lazy_module("ggjit.ops.lib.memory")
 
@@ -94,7 +94,7 @@ def make_lightning_indexer(decode):
                 if score != np.float32(-np.inf):
                     for h in range(heads):
                         q = h * src0_nb[1] + t * src0_nb[2] + stream * src0_nb[3]
-                        product = dot(src0, q, work, key, n)
+                        product = state_rows.dot(src0, q, work, key, n)
                         w = h * src2_nb[0] + t * src2_nb[1] + stream * src2_nb[3]
                         score += memory.load_f32(src2, w) * (product if product > 0 else np.float32(0))
                 memory.store_f32(dst, 4 * j + t * dst_nb[1] + stream * dst_nb[3], score)

@@ -31,7 +31,6 @@ from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op, element_nbytes
 from ggjit.ops.lib.checks import are_f32, require, require_type
 from ggjit.ops.mul_mat import check_mul_mat, is_packed, lower_activations, takes, transposed
-from ggjit.ops.recurrence_back import add_scaled
 from ggjit.tensor import Tensor, new_node
 
 convert = lazy_module("ggjit.ops.lib.convert")
@@ -39,6 +38,7 @@ float_panel = lazy_module("ggjit.ops.lib.float_panel")
 kernels = lazy_module("ggjit.ops.lib.panel_kernels")
 memory = lazy_module("ggjit.ops.lib.memory")
 panel = lazy_module("ggjit.ops.lib.panel")
+state_rows = lazy_module("ggjit.ops.lib.state_rows")
 vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = ["mul_mat_id"]
@@ -331,7 +331,7 @@ def mul_mat_id_back_f32(
             for u in range(src1_ne[0]):
                 if memory.load_i32(src1, u * src1_nb[0] + t * src1_nb[1]) == expert:
                     g = memory.load_f32(src2, m * src2_nb[0] + u * src2_nb[1] + t * src2_nb[2])
-                    add_scaled(dst, to, src0, u % src0_ne[1] * src0_nb[1] + t * src0_nb[2], g, dst_ne[0])
+                    state_rows.add_scaled(dst, to, src0, u % src0_ne[1] * src0_nb[1] + t * src0_nb[2], g, dst_ne[0])
 
 
 @MUL_MAT_ID_BACK.kernel

@@ -28,6 +28,7 @@ from ggjit.ops.lib.checks import are_f32, require
 from ggjit.tensor import Dims, Tensor, new_node
 
 memory = lazy_module("ggjit.ops.lib.memory")
+state_rows = lazy_module("ggjit.ops.lib.state_rows")
 vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__: list[str] = []
@@ -106,23 +107,6 @@ def _(node, r, w, k, v, s, grad, grad_s, a=None, b=None):
 
 
 @jitted
-def dot(x, at, y, by, n):
-    """Sum of the products of n contiguous f32."""
-    total = vec.zero()
-    for i in range(0, n, 16):
-        total = vec.fma(vec.load_first(x, at + 4 * i, n - i), vec.load_first(y, by + 4 * i, n - i), total)
-    return vec.lane_sum(total)
-
-
-@jitted
-def add_scaled(dst, to, src, at, factor, n):
-    """dst += src * factor for n contiguous f32."""
-    for i in range(0, n, 16):
-        total = vec.fma(vec.load_first(src, at + 4 * i, n - i), factor, vec.load_first(dst, to + 4 * i, n - i))
-        vec.store_first(dst, to + 4 * i, total, n - i)
-
-
-@jitted
 def multiply(dst, to, src, at, factors, by, n):
     """dst = src * factors for n contiguous f32."""
     for i in range(0, n, 16):
@@ -183,32 +167,32 @@ def make_recurrence_back(mixes: bool, before: bool):
                     at, old, new = token * row, history + t * row, history + (t + 1) * row
                     multiply(work, new, work, old, src1, at, n)
                     if mixes:
-                        add_scaled(work, new, src8, at, dot(work, old, src7, at, n), n)
-                    add_scaled(work, new, src2, at, memory.load_f32(src3, 4 * (token * values + j)), n)
+                        state_rows.add_scaled(work, new, src8, at, state_rows.dot(work, old, src7, at, n), n)
+                    state_rows.add_scaled(work, new, src2, at, memory.load_f32(src3, 4 * (token * values + j)), n)
                 for t in range(tokens - 1, -1, -1):
                     token = (seq * tokens + t) * heads + head
                     at, old, by = token * row, history + t * row, 4 * (token * values + j)
                     if tokens - 1 - t < n_slots:
-                        add_scaled(work, g, src6, (tokens - 1 - t) * states + state, np.float32(1), n)
+                        state_rows.add_scaled(work, g, src6, (tokens - 1 - t) * states + state, np.float32(1), n)
                     grad = memory.load_f32(src5, by)
                     if before:
-                        add_scaled(dst, dr + at, work, old, grad, n)
+                        state_rows.add_scaled(dst, dr + at, work, old, grad, n)
                     else:
-                        add_scaled(dst, dr + at, work, old + row, grad, n)
-                        add_scaled(work, g, src0, at, grad, n)
-                    add_scaled(dst, dk + at, work, g, memory.load_f32(src3, by), n)
-                    memory.store_f32(dst, dv + by, dot(work, g, src2, at, n))
+                        state_rows.add_scaled(dst, dr + at, work, old + row, grad, n)
+                        state_rows.add_scaled(work, g, src0, at, grad, n)
+                    state_rows.add_scaled(dst, dk + at, work, g, memory.load_f32(src3, by), n)
+                    memory.store_f32(dst, dv + by, state_rows.dot(work, g, src2, at, n))
                     add_product(dst, dw + at, work, old, work, g, n)
                     if mixes:
-                        dc = dot(work, g, src8, at, n)
-                        add_scaled(dst, db + at, work, g, dot(work, old, src7, at, n), n)
-                        add_scaled(dst, da + at, work, old, dc, n)
+                        dc = state_rows.dot(work, g, src8, at, n)
+                        state_rows.add_scaled(dst, db + at, work, g, state_rows.dot(work, old, src7, at, n), n)
+                        state_rows.add_scaled(dst, da + at, work, old, dc, n)
                         multiply(work, g, work, g, src1, at, n)
-                        add_scaled(work, g, src7, at, dc, n)
+                        state_rows.add_scaled(work, g, src7, at, dc, n)
                     else:
                         multiply(work, g, work, g, src1, at, n)
                     if before:
-                        add_scaled(work, g, src0, at, grad, n)
+                        state_rows.add_scaled(work, g, src0, at, grad, n)
                 for i in range(0, row, 4):
                     memory.store_f32(dst, ds + state + i, memory.load_f32(work, g + i))
 

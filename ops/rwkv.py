@@ -26,12 +26,13 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, unbroadcast
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require, require_contiguous, require_type
-from ggjit.ops.recurrence_back import add_scaled, dot, recurrence_back
+from ggjit.ops.recurrence_back import recurrence_back
 from ggjit.tensor import Tensor, new_node
 
 memory = lazy_module("ggjit.ops.lib.memory")
+state_rows = lazy_module("ggjit.ops.lib.state_rows")
 vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = ["gated_delta_net", "gated_linear_attn", "rwkv_wkv6", "rwkv_wkv7"]
@@ -299,25 +300,28 @@ def rwkv_wkv7_f32(
     dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, src3, src3_ne, src3_nb,
     src4, src4_ne, src4_nb, src5, src5_ne, src5_nb, src6, src6_ne, src6_nb, op_params, work, ith, nth,
 ):  # fmt: skip
-    """A value's row of the state through all tokens of a sequence."""
+    """Rows of the state of a head, one a value, through all tokens of a sequence."""
     n, heads, seqs = src0_ne[0], src0_ne[1], src6_ne[1]
-    tokens = src0_ne[2] // seqs
-    for unit in range(seqs * heads * n * ith // nth, seqs * heads * n * (ith + 1) // nth):
+    tokens, row = src0_ne[2] // seqs, 4 * n
+    unit, last = seqs * heads * n * ith // nth, seqs * heads * n * (ith + 1) // nth
+    while unit < last:
         j, head = unit % n, unit // n
+        count = min(n - j, last - unit, state_rows.ROWS)
         s = 4 * (src0_ne[2] * heads * n + unit * n)
-        for i in range(0, n, 16):
-            vec.store_first(dst, s + 4 * i, vec.load_first(src6, 4 * (unit * n + i), n - i), n - i)
+        state_rows.copy(dst, s, src6, 4 * unit * n, count * n)
         for t in range(tokens):
             at = 4 * n * ((head // heads * tokens + t) * heads + head % heads)
-            c, v, o = dot(dst, s, src4, at, n), memory.load_f32(src3, at + 4 * j), vec.zero()
-            for i in range(0, n, 16):
-                x, rest = at + 4 * i, n - i
-                new = vec.load_first(dst, s + 4 * i, rest) * vec.load_first(src1, x, rest)
-                new = vec.fma(vec.load_first(src2, x, rest), v, new)
-                new = vec.fma(vec.load_first(src5, x, rest), c, new)
-                o = vec.fma(new, vec.load_first(src0, x, rest), o)
-                vec.store_first(dst, s + 4 * i, new, rest)
-            memory.store_f32(dst, at + 4 * j, vec.lane_sum(o))
+            whole = count // 4 * 4 if n % 16 == 0 else 0
+            for i in range(0, whole, 4):
+                y = at + 4 * (j + i)
+                state_rows.mixed_step_4(
+                    dst, s + i * row, row, src1, at, src2, at, src3, y, src5, at, src4, at, src0, at, n, dst, y
+                )
+            for i in range(whole, count):
+                c, v = state_rows.dot(dst, s + i * row, src4, at, n), memory.load_f32(src3, at + 4 * (j + i))
+                o = state_rows.mixed_step(dst, s + i * row, src1, at, src2, at, v, src5, at, c, src0, at, n)
+                memory.store_f32(dst, at + 4 * (j + i), o)
+        unit += count
 
 
 @functools.cache
@@ -329,38 +333,41 @@ def make_gated_delta_net(by_key: bool):
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, src3, src3_ne,
         src3_nb, src4, src4_ne, src4_nb, src5, src5_ne, src5_nb, op_params, work, ith, nth,
     ):  # fmt: skip
-        """A value's row of the state through all tokens of a sequence."""
+        """Rows of the state of a head, one a value, through all tokens of a sequence."""
         n, heads, tokens, seqs = src2_ne[0], src2_ne[1], src2_ne[2], src2_ne[3]
         n_slots, slot, scale = np.int64(op_params[0]), 4 * n * n * heads * seqs, np.float32(1) / vec.sqrt(np.float32(n))
-        outputs = 4 * n * heads * tokens * seqs
-        for unit in range(seqs * heads * n * ith // nth, seqs * heads * n * (ith + 1) // nth):
+        outputs, row, decays = 4 * n * heads * tokens * seqs, 4 * n, COUNTER_LINE + 4 * n * ith
+        unit, last = seqs * heads * n * ith // nth, seqs * heads * n * (ith + 1) // nth
+        while unit < last:
             j, head, seq = unit % n, unit // n % heads, unit // (n * heads)
-            s = outputs + 4 * unit * n
-            for i in range(0, n, 16):
-                vec.store_first(dst, s + 4 * i, vec.load_first(src5, 4 * (unit * n + i), n - i), n - i)
+            count, first = min(n - j, last - unit, state_rows.ROWS), outputs + 4 * unit * n
+            state_rows.copy(dst, first, src5, 4 * unit * n, count * n)
             for t in range(tokens):
                 q = head % src0_ne[1] * src0_nb[1] + t * src0_nb[2] + seq * src0_nb[3]
                 k = head % src1_ne[1] * src1_nb[1] + t * src1_nb[2] + seq * src1_nb[3]
                 v = 4 * j + head * src2_nb[1] + t * src2_nb[2] + seq * src2_nb[3]
                 token = (seq * tokens + t) * heads + head
+                beta = memory.load_f32(src4, 4 * token)
+                decay = vec.exp(memory.load_f32(src3, 4 * token))
                 if by_key:
                     for i in range(0, n, 16):
-                        decay = vec.exp(vec.load_first(src3, 4 * (token * n + i), n - i))
-                        vec.store_first(dst, s + 4 * i, vec.load_first(dst, s + 4 * i, n - i) * decay, n - i)
-                else:
-                    decay = vec.exp(memory.load_f32(src3, 4 * token))
-                    for i in range(0, n, 16):
-                        vec.store_first(dst, s + 4 * i, vec.load_first(dst, s + 4 * i, n - i) * decay, n - i)
-                error = (memory.load_f32(src2, v) - dot(dst, s, src1, k, n)) * memory.load_f32(src4, 4 * token)
-                add_scaled(dst, s, src1, k, error, n)
-                memory.store_f32(dst, 4 * (token * n + j), dot(dst, s, src0, q, n) * scale)
+                        g = vec.load_first(src3, 4 * (token * n + i), n - i)
+                        vec.store_first(work, decays + 4 * i, vec.exp(g), n - i)
+                for i in range(count):
+                    s, value = first + i * row, memory.load_f32(src2, v + 4 * i)
+                    if by_key:
+                        error = (value - state_rows.decayed_dot_by(dst, s, work, decays, src1, k, n)) * beta
+                        o = state_rows.step_by(dst, s, work, decays, src1, k, error, src0, q, n)
+                    else:
+                        error = (value - state_rows.decayed_dot(dst, s, decay, src1, k, n)) * beta
+                        o = state_rows.step(dst, s, decay, src1, k, error, src0, q, n)
+                    memory.store_f32(dst, 4 * (token * n + j + i), o * scale)
                 back = tokens - 1 - t
                 if back > 0 and back < n_slots:
-                    for i in range(0, n, 16):
-                        vec.store_first(dst, s + back * slot + 4 * i, vec.load_first(dst, s + 4 * i, n - i), n - i)
+                    state_rows.copy(dst, first + back * slot, dst, first, count * n)
             for back in range(tokens, n_slots):
-                for i in range(0, n, 16):
-                    vec.store_first(dst, s + back * slot + 4 * i, vec.zero(), n - i)
+                state_rows.clear(dst, first + back * slot, count * n)
+            unit += count
 
     return gated_delta_net_f32
 
@@ -373,6 +380,11 @@ RWKV_WKV7.kernel(lambda node: rwkv_wkv7_f32)
 @GATED_DELTA_NET.kernel
 def _(node):
     return make_gated_delta_net(node.src[3].ne[0] > 1)
+
+
+@GATED_DELTA_NET.work_size
+def _(node, nth):
+    return 4 * node.ne[0] // node.src[2].ne[1] * nth if node.src[3].ne[0] > 1 else 0
 
 
 def _flops(node):

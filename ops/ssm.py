@@ -18,15 +18,16 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, unbroadcast
 from ggjit.jit import kernel, lazy_module
-from ggjit.op import Op
+from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.conv import depthwise_gradients
 from ggjit.ops.lib.checks import require, require_contiguous, require_type
-from ggjit.ops.recurrence_back import dot, recurrence_back
+from ggjit.ops.recurrence_back import recurrence_back
 from ggjit.tensor import Tensor, new_node
 
 activations = lazy_module("ggjit.ops.lib.activations")
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
+state_rows = lazy_module("ggjit.ops.lib.state_rows")
 vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = ["ssm_conv", "ssm_scan"]
@@ -167,37 +168,47 @@ def make_ssm_scan(by_state: bool):
         n, dim, heads, tokens, seqs = src0_ne[0], src0_ne[1], src0_ne[2], src1_ne[2], src1_ne[3]
         n_slots, per_group = np.int64(op_params[0]), heads // src4_ne[1]
         outputs, slot = 4 * dim * heads * tokens * seqs, 4 * n * dim * heads * seqs
-        for unit in range(dim * heads * seqs * ith // nth, dim * heads * seqs * (ith + 1) // nth):
+        slot_of_decays = COUNTER_LINE + 4 * n * ith
+        unit, last = dim * heads * seqs * ith // nth, dim * heads * seqs * (ith + 1) // nth
+        while unit < last:  # some rows of the state of a head
             j, head, seq = unit % dim, unit // dim % heads, unit // (dim * heads)
+            count = min(dim - j, last - unit, state_rows.ROWS)
             id = np.int64(memory.load_i32(src6, 4 * seq))
             if id < 0 or id >= src0_ne[3]:
                 return seq << 4 | IDS
-            h, stored = outputs + 4 * unit * n, 4 * ((id * heads + head) * dim + j) * n
-            for i in range(0, n, 16):
-                vec.store_first(dst, h + 4 * i, vec.load_first(src0, stored + 4 * i, n - i), n - i)
+            h, row = outputs + 4 * unit * n, 4 * n
+            state_rows.copy(dst, h, src0, 4 * ((id * heads + head) * dim + j) * n, count * n)
             for t in range(tokens):
                 step = memory.load_f32(src2, 4 * head + t * src2_nb[1] + seq * src2_nb[2])
                 d = activations.softplus(vec.splat(step))
-                at = 4 * j + head * src1_nb[1] + t * src1_nb[2] + seq * src1_nb[3]
-                x = vec.lane(d, 0) * memory.load_f32(src1, at)
                 b = head // per_group * src4_nb[1] + t * src4_nb[2] + seq * src4_nb[3]
                 c = head // per_group * src5_nb[1] + t * src5_nb[2] + seq * src5_nb[3]
-                decay = vec.exp(d * memory.load_f32(src3, 4 * head))
-                for i in range(0, n, 16):
+                at = 4 * j + head * src1_nb[1] + t * src1_nb[2] + seq * src1_nb[3]
+                to = 4 * (((seq * tokens + t) * heads + head) * dim + j)
+                delta, decay = vec.lane(d, 0), vec.lane(vec.exp(d * memory.load_f32(src3, 4 * head)), 0)
+                if by_state:
+                    for i in range(0, n, 16):
+                        decays = vec.exp(d * vec.load_first(src3, 4 * (head * n + i), n - i))
+                        vec.store_first(work, slot_of_decays + 4 * i, decays, n - i)
+                whole = 0 if by_state or n % 16 else count // 4 * 4
+                for i in range(0, whole, 4):
+                    y = to + 4 * i  # the inputs times their step lie where the outputs go
+                    for m in range(0, 16, 4):
+                        memory.store_f32(dst, y + m, delta * memory.load_f32(src1, at + 4 * i + m))
+                    state_rows.step_4(dst, h + i * row, row, decay, src4, b, dst, y, src5, c, n, dst, y)
+                for i in range(whole, count):
+                    x, s = delta * memory.load_f32(src1, at + 4 * i), h + i * row
                     if by_state:
-                        decay = vec.exp(d * vec.load_first(src3, 4 * (head * n + i), n - i))
-                    old = vec.load_first(dst, h + 4 * i, n - i) * decay
-                    new = vec.fma(vec.load_first(src4, b + 4 * i, n - i), x, old)
-                    vec.store_first(dst, h + 4 * i, new, n - i)
-                at = 4 * (((seq * tokens + t) * heads + head) * dim + j)
-                memory.store_f32(dst, at, dot(dst, h, src5, c, n))
+                        y = state_rows.step_by(dst, s, work, slot_of_decays, src4, b, x, src5, c, n)
+                    else:
+                        y = state_rows.step(dst, s, decay, src4, b, x, src5, c, n)
+                    memory.store_f32(dst, to + 4 * i, y)
                 back = tokens - 1 - t
                 if back > 0 and back < n_slots:
-                    for i in range(0, n, 16):
-                        vec.store_first(dst, h + back * slot + 4 * i, vec.load_first(dst, h + 4 * i, n - i), n - i)
+                    state_rows.copy(dst, h + back * slot, dst, h, count * n)
             for back in range(tokens, n_slots):
-                for i in range(0, n, 16):
-                    vec.store_first(dst, h + back * slot + 4 * i, vec.zero(), n - i)
+                state_rows.clear(dst, h + back * slot, count * n)
+            unit += count
         return 0
 
     return ssm_scan_f32
@@ -214,6 +225,12 @@ def _(node):
 @SSM_SCAN.kernel
 def _(node):
     return make_ssm_scan(node.src[3].ne[0] > 1)
+
+
+@SSM_SCAN.work_size
+def _(node, nth):
+    n = node.src[3].ne[0]
+    return 4 * n * nth if n > 1 else 0
 
 
 @SSM_SCAN.flops
