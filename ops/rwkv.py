@@ -32,6 +32,7 @@ from ggjit.ops.recurrence_back import recurrence_back
 from ggjit.tensor import Tensor, new_node
 
 memory = lazy_module("ggjit.ops.lib.memory")
+prefetch = lazy_module("ggjit.ops.lib.prefetch")
 state_rows = lazy_module("ggjit.ops.lib.state_rows")
 vec = lazy_module("ggjit.ops.lib.vec")
 
@@ -306,11 +307,17 @@ def rwkv_wkv7_f32(
     unit, last = seqs * heads * n * ith // nth, seqs * heads * n * (ith + 1) // nth
     while unit < last:
         j, head = unit % n, unit // n
-        count = min(n - j, last - unit, state_rows.ROWS)
+        count = min(n - j, last - unit, state_rows.rows(n))
         s = 4 * (src0_ne[2] * heads * n + unit * n)
         state_rows.copy(dst, s, src6, 4 * unit * n, count * n)
         for t in range(tokens):
             at = 4 * n * ((head // heads * tokens + t) * heads + head % heads)
+            after = at + row * heads  # of the next token, too far for the CPU to foresee
+            prefetch.span(src0, after, row)
+            prefetch.span(src1, after, row)
+            prefetch.span(src2, after, row)
+            prefetch.span(src4, after, row)
+            prefetch.span(src5, after, row)
             whole = count // 4 * 4 if n % 16 == 0 else 0
             for i in range(0, whole, 4):
                 y = at + 4 * (j + i)
@@ -340,7 +347,7 @@ def make_gated_delta_net(by_key: bool):
         unit, last = seqs * heads * n * ith // nth, seqs * heads * n * (ith + 1) // nth
         while unit < last:
             j, head, seq = unit % n, unit // n % heads, unit // (n * heads)
-            count, first = min(n - j, last - unit, state_rows.ROWS), outputs + 4 * unit * n
+            count, first = min(n - j, last - unit, state_rows.rows(n)), outputs + 4 * unit * n
             state_rows.copy(dst, first, src5, 4 * unit * n, count * n)
             for t in range(tokens):
                 q = head % src0_ne[1] * src0_nb[1] + t * src0_nb[2] + seq * src0_nb[3]

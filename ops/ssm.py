@@ -172,7 +172,7 @@ def make_ssm_scan(by_state: bool):
         unit, last = dim * heads * seqs * ith // nth, dim * heads * seqs * (ith + 1) // nth
         while unit < last:  # some rows of the state of a head
             j, head, seq = unit % dim, unit // dim % heads, unit // (dim * heads)
-            count = min(dim - j, last - unit, state_rows.ROWS)
+            count = min(dim - j, last - unit, state_rows.rows(n))
             id = np.int64(memory.load_i32(src6, 4 * seq))
             if id < 0 or id >= src0_ne[3]:
                 return seq << 4 | IDS

@@ -7,7 +7,14 @@ partial sums, so their order does not depend on the row's length or place.
 from ggjit.jit import jitted
 from ggjit.ops.lib import memory, vec
 
-ROWS = 32  # states of so many rows stay in the first cache while the tokens pass
+BYTES = 16384  # of a state that stay in the first cache while the tokens pass
+
+
+@jitted
+def rows(n):
+    """How many rows of n f32 that are."""
+    count = BYTES // (4 * n)
+    return count if count > 1 else 1
 
 
 @jitted
