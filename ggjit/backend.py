@@ -131,7 +131,7 @@ class Buffer:
             ValueError: more bytes than the tensor has, or the memory is read-only.
         """
         source = as_bytes(data)
-        _check_range("set_tensor", tensor, offset, source.nbytes)
+        check_range("set_tensor", tensor, offset, source.nbytes)
         target = self.bytes_of(tensor, source.nbytes, offset)
         if not target.flags.writeable:
             raise ValueError(
@@ -152,8 +152,22 @@ class Buffer:
             NotImplementedError: the memory does not keep the bytes as they were.
         """
         n = tensor.nbytes - offset if nbytes is None else nbytes
-        _check_range("get_tensor", tensor, offset, n)
+        check_range("get_tensor", tensor, offset, n)
         return self.bytes_of(tensor, n, offset).copy()
+
+    def copy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        """Copy a tensor's bytes into this buffer without the host in between, if that is possible.
+
+        Args:
+            src: of the same layout, in memory that is not the host's.
+            dst: lies in this buffer.
+
+        Returns:
+            False if nothing was done; see `copy_tensor`.
+
+        Source: ggml_backend_buffer_copy_tensor.
+        """
+        return False
 
     def clear(self, value: int = 0) -> None:
         """Set every byte.
@@ -179,12 +193,20 @@ def as_bytes(data: Bytes) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-def _check_range(what: str, tensor: Tensor, offset: int, nbytes: int) -> None:
+def check_range(what: str, tensor: Tensor, offset: int, nbytes: int) -> None:
+    """Raise ValueError if bytes do not lie inside a tensor."""
     if offset < 0 or nbytes < 0 or offset + nbytes > tensor.nbytes:
         raise ValueError(
             f"{what}: the bytes must lie inside the tensor of {tensor.nbytes}, got {nbytes} at offset {offset} "
             f"('{tensor.name}')"
         )
+
+
+class Event(Protocol):
+    """A point in a backend's stream: reached when all that was started before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until the point is reached; at once if the event was never recorded."""
 
 
 class Backend(Protocol):
@@ -208,11 +230,29 @@ class Backend(Protocol):
     def supports_buffer_type(self, type: BufferType) -> bool:
         """Can kernels read data in buffers of this type?"""
 
-    def compute(self, graph: Graph) -> None:
-        """Start computing all nodes; every tensor has its place already."""
+    def offloads(self, node: Tensor) -> bool:
+        """Is the node worth computing here although its weights must be copied from the host first?"""
+
+    def compute(self, graph: Graph, fuse: bool | None = None) -> None:
+        """Start computing all nodes; every tensor has its place already.
+
+        Args:
+            graph: may be a part of a larger one (`ggjit.graph_copy.GraphView`).
+            fuse: as in `Graph.compute`; False to look at every node's result.
+        """
 
     def synchronize(self) -> None:
-        """Wait until all that was started is done."""
+        """Wait until all that was started is done.
+
+        Raises:
+            RuntimeError: something that was started has failed, or the device is lost.
+        """
+
+    def record_event(self, event: Event) -> None:
+        """Let an event of this device stand for all that was started so far."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let nothing that is started from now on begin before the event, which may be another device's."""
 
 
 class Device(Protocol):
@@ -237,6 +277,9 @@ class Device(Protocol):
 
     def new_backend(self) -> Backend:
         """Make a stream of computation."""
+
+    def new_event(self) -> Event:
+        """Make an event for this device's backends."""
 
 
 def devices() -> tuple[Device, ...]:
@@ -318,6 +361,39 @@ def init_view(tensor: Tensor) -> None:
         raise ValueError(f"init_view: the viewed tensor must have data, got none ('{tensor.name}')")
     tensor.buffer = root.buffer
     tensor.data = root.data + tensor.view_offs
+
+
+def buffer_of(tensor: Tensor) -> Buffer | None:
+    """The buffer that holds a tensor's bytes, a view's source's; None for data in an arena or an array, or none."""
+    return tensor.buffer if tensor.view_src is None else tensor.view_src.buffer
+
+
+def copy_tensor(src: Tensor, dst: Tensor) -> None:
+    """Copy a tensor's bytes between any two kinds of memory, gaps of its layout included.
+
+    Args:
+        src: has data.
+        dst: has data; of the same type, sizes and strides.
+
+    Raises:
+        ValueError: the layouts differ, or a tensor has no data.
+        NotImplementedError: the memory of `src` cannot be read back (panels).
+
+    Source: ggml_backend_tensor_copy.
+    """
+    if (src.type, src.ne, src.nb) != (dst.type, dst.ne, dst.nb):
+        raise ValueError(
+            f"copy_tensor: the tensors must have one type and layout, got {src.type.name} {list(src.ne)} nb "
+            f"{list(src.nb)} and {dst.type.name} {list(dst.ne)} nb {list(dst.nb)} ('{src.name}', '{dst.name}')"
+        )
+    source, target = buffer_of(src), buffer_of(dst)
+    if source is not None and target is not None and not source.type.is_host and target.copy_tensor(src, dst):
+        return
+    data = src.bytes()
+    if target is None:
+        dst.bytes()[:] = data
+    else:
+        target.set_tensor(dst, data)
 
 
 def _without_data(context: Context) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from ggjit.tensor import new_node
 from ggjit.types import I8, Type
 
 if TYPE_CHECKING:
+    from ggjit.backend import Event
     from ggjit.graph import Graph
     from ggjit.jit import Kernel
     from ggjit.tensor import Tensor
@@ -212,12 +213,30 @@ class CpuBackend:
         """True for all memory of the host; only matrix products read panels."""
         return type in (HOST, MAPPED, PANEL)
 
-    def compute(self, graph: Graph) -> None:
+    def offloads(self, node: Tensor) -> bool:
+        """False: the host's memory is its own."""
+        return False
+
+    def compute(self, graph: Graph, fuse: bool | None = None) -> None:
         """Compute all nodes."""
-        graph.compute(self.n_threads)
+        graph.compute(self.n_threads, fuse)
 
     def synchronize(self) -> None:
         """Return at once: `compute` returns when all is done."""
+
+    def record_event(self, event: Event) -> None:
+        """Do nothing: all that was started is done."""
+
+    def wait_event(self, event: Event) -> None:
+        """Wait here: what is started later begins later."""
+        event.synchronize()
+
+
+class CpuEvent:
+    """A point in a CPU backend's stream, which is always reached."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
 
 class CpuDevice:
@@ -247,6 +266,10 @@ class CpuDevice:
     def new_backend(self, n_threads: int | None = None) -> CpuBackend:
         """Make a backend that computes with some threads."""
         return CpuBackend(self, n_threads)
+
+    def new_event(self) -> CpuEvent:
+        """Make an event."""
+        return CpuEvent()
 
 
 DEVICE = CpuDevice()
