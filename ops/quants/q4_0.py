@@ -22,7 +22,6 @@ from ggjit.ops.quants.quant import (
     Panel,
     Part,
     Quant,
-    clamp,
     f16_bytes,
     from_bytes,
     inverse,
@@ -34,6 +33,7 @@ from ggjit.ops.quants.quant import (
 from ggjit.ops.quants.search import Search, by_chunks, fit_signed
 
 memory = lazy_module("ggjit.ops.lib.memory")
+vec = lazy_module("ggjit.ops.lib.vec")
 TYPE = types.by_name("Q4_0")
 SIZE, NBYTES = 32, 18
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 16)
@@ -64,22 +64,41 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
+def top_of(v, w):
+    """The first of 32 values whose magnitude is largest; 0 if none is above 0 (NaN is not)."""
+    zero = np.float32(0)
+    top = vec.lane_max(vec.max(vec.abs(w), vec.max(vec.abs(v), zero)))
+    if not top > zero:
+        return zero
+    if vec.any_lane(vec.abs(v) == top):
+        return first_of(v, top)
+    return first_of(w, top)
+
+
+@jitted
+def first_of(v, top):
+    """The first lane of magnitude top."""
+    at = vec.lane_min(vec.select(vec.abs(v) == top, vec.lanes(), np.int32(15)))
+    return vec.lane(v, np.int64(at))
+
+
+@jitted
+def codes(v):
+    """Codes 0 to 15 of values in units of d, as i32; NaN gives 0."""
+    return vec.trunc_i32(vec.min(vec.max(v + np.float32(8.5), np.float32(0)), np.float32(15)))
+
+
+@jitted
 def quantize_row(src, src_offs, dst, dst_offs, n):
     """Quantize n f32 to blocks, as `quantize` without importance matrix."""
     for i in range(n // 32):
         x, y = src_offs + 128 * i, dst_offs + 18 * i
-        top = np.float32(0)
-        for j in range(32):
-            v = memory.load_f32(src, x + 4 * j)
-            top = v if abs(v) > abs(top) else top
+        v, w = vec.load(src, x), vec.load(src, x + 64)
+        top = top_of(v, w)
         d = top / np.float32(-8)
         scale = np.float32(1) / d if d != 0 else np.float32(0)
         memory.store_f16(dst, y, d)
-        for j in range(16):
-            low, high = memory.load_f32(src, x + 4 * j) * scale, memory.load_f32(src, x + 64 + 4 * j) * scale
-            low = clamp(low + np.float32(8.5), np.float32(0), np.float32(15))
-            high = clamp(high + np.float32(8.5), np.float32(0), np.float32(15))
-            memory.store_u8(dst, y + 2 + j, np.int64(low) | np.int64(high) << 4)
+        vec.store_i8(dst, y + 2, codes(v * scale) | (codes(w * scale) << np.int32(4)))
 
 
 @emitted("src dst n")

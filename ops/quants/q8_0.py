@@ -21,7 +21,6 @@ from ggjit.ops.quants.quant import (
     Panel,
     Part,
     Quant,
-    clamp,
     f16_bytes,
     from_bytes,
     inverse,
@@ -32,6 +31,7 @@ from ggjit.ops.quants.quant import (
 )  # fmt: skip
 
 memory = lazy_module("ggjit.ops.lib.memory")
+vec = lazy_module("ggjit.ops.lib.vec")
 TYPE = types.by_name("Q8_0")
 SIZE, NBYTES = 32, 34
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 32)
@@ -57,20 +57,23 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
+def codes(v):
+    """Nearest integers as i32, ties away from zero; NaN gives -128."""
+    v = vec.min(vec.max(v, np.float32(-128)), np.float32(127))
+    return vec.trunc_i32(v + vec.copy_sign(vec.splat(BELOW_HALF), v))
+
+
+@jitted
 def quantize_row(src, src_offs, dst, dst_offs, n):
     """Quantize n f32 to blocks, as `quantize`."""
     for i in range(n // 32):
         x, y = src_offs + 128 * i, dst_offs + 34 * i
-        top = np.float32(0)
-        for j in range(32):
-            v = abs(memory.load_f32(src, x + 4 * j))
-            top = v if v > top else top
-        d = top / np.float32(127)
+        v, w = vec.load(src, x), vec.load(src, x + 64)
+        d = vec.lane_max(vec.max(vec.abs(w), vec.max(vec.abs(v), np.float32(0)))) / np.float32(127)
         scale = np.float32(1) / d if d > 0 else np.float32(0)
         memory.store_f16(dst, y, d)
-        for j in range(32):
-            v = clamp(memory.load_f32(src, x + 4 * j) * scale, np.float32(-128), np.float32(127))
-            memory.store_i8(dst, y + 2 + j, np.int64(v + np.copysign(BELOW_HALF, v)))
+        vec.store_i8(dst, y + 2, codes(v * scale))
+        vec.store_i8(dst, y + 18, codes(w * scale))
 
 
 @emitted("src dst n")
