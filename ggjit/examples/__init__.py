@@ -1,0 +1,1 @@
+"""Small programs that show one thing each."""
