@@ -15,8 +15,9 @@ Three kinds of tensors are not planned: those that have data of their own (weigh
 tensor that they show lies), and leafs are planned but never given away, so what was put in an input is still there
 after a run. Results that no node reads and tensors marked as outputs are never given away either.
 
-A plan serves any graph of the same structure whose tensors are not larger. The structure is all that the plan rests on:
-ops, sources, views, marks, which tensors have own data, and the layouts that let a node write in place.
+When the walk is over all lifetimes are known, and where its peak is above the bytes that are live at one time, the
+blocks are packed anew (`ggjit.packing`); the lower of the two peaks is taken. A plan serves any graph of the same
+structure whose tensors are not larger (`ggjit.plan`).
 
 Source: ggml_tallocr and ggml_gallocr.
 """
@@ -26,15 +27,13 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 from ggjit.backend import Buffer, BufferType, init_view, tensor_alloc
 from ggjit.op import NONE
+from ggjit.plan import Placement, Plan, Tensors, kept_of, shapes_of, takes_over
 from ggjit.tensor import FLAG_INPUT, FLAG_OUTPUT, Tensor
 
 _OPEN = 1 << 62  # size of the last free block: memory that no tensor has reached yet
-_MARKS = FLAG_INPUT | FLAG_OUTPUT
 
 
 class TensorAllocator:
@@ -114,122 +113,6 @@ class FreeBlocks:
             del offsets[i], sizes[i]
 
 
-class Tensors(Protocol):
-    """What is planned: a `Graph`, or a scheduler's copy of one."""
-
-    nodes: list[Tensor]
-    leafs: list[Tensor]
-
-
-class Placement(NamedTuple):
-    """Where a plan puts one tensor.
-
-    Attributes:
-        kind: "planned", "view" (of what `inplace` tells) or "external" (it has data of its own).
-        buffer_id: index of the buffer; -1 if not planned.
-        offset: in the buffer.
-        size: bytes of the slot, rounded up to the alignment.
-        inplace: position of the source whose memory it takes over, -1 if none.
-        first, last: positions of the nodes between which the slot is in use.
-    """
-
-    kind: str
-    buffer_id: int = -1
-    offset: int = 0
-    size: int = 0
-    inplace: int = -1
-    first: int = 0
-    last: int = 0
-
-
-class _Shape(NamedTuple):
-    """What a plan rests on for one tensor, its size aside; tensors are told by their positions.
-
-    Attributes:
-        op: its id.
-        marks: FLAG_INPUT and FLAG_OUTPUT.
-        external: has it data of its own.
-        root: what a view shows; -1 if that is not in the graph.
-        sources: of the op.
-    """
-
-    op: int
-    marks: int
-    external: bool
-    root: int
-    sources: tuple[int, ...]
-
-
-@dataclass
-class Plan:
-    """Places of all tensors of a graph. Positions count the leafs, then the nodes.
-
-    Attributes:
-        placements: for each tensor.
-        sizes: bytes that each buffer needs.
-        n_leafs: number of leafs.
-    """
-
-    placements: list[Placement]
-    sizes: list[int]
-    n_leafs: int
-    shapes: list[_Shape] = field(repr=False)
-
-    def fit(self, graph: Tensors, types: Sequence[BufferType], is_own: Callable[[Tensor], bool]) -> str | None:
-        """Why the plan cannot serve a graph, None if it can."""
-        tensors = [*graph.leafs, *graph.nodes]
-        if len(graph.leafs) != self.n_leafs or len(tensors) != len(self.placements):
-            planned = len(self.placements) - self.n_leafs
-            return (
-                f"{planned} nodes and {self.n_leafs} leafs are planned, got {len(graph.nodes)} and {len(graph.leafs)}"
-            )
-        shapes = _shapes(tensors, is_own)
-        if shapes != self.shapes:
-            i = next(i for i, (a, b) in enumerate(zip(shapes, self.shapes, strict=True)) if a != b)
-            what = zip(_Shape._fields, self.shapes[i], shapes[i], strict=True)
-            name, had, has = next(w for w in what if w[1] != w[2])
-            return f"'{tensors[i].name}' is planned with {name} {had}, got {has}"
-        for t, p in zip(tensors, self.placements, strict=True):
-            if p.buffer_id < 0:
-                continue
-            size = types[p.buffer_id].alloc_size(t)
-            if size > p.size:
-                return f"{p.size} bytes are planned for '{t.name}', got {size}"
-            if p.inplace >= 0 and not _takes_over(t, tensors[p.inplace]):
-                return f"'{t.name}' is planned in place of '{tensors[p.inplace].name}', whose layout differs now"
-        return None
-
-
-def _takes_over(t: Tensor, source: Tensor) -> bool:
-    """Do a node and a source have the same layout and begin at the same byte?"""
-    same = t.ne == source.ne and t.nb == source.nb and t.type is source.type
-    return same and (source.view_src is None or source.view_offs == 0)
-
-
-def _shapes(tensors: Sequence[Tensor], is_own: Callable[[Tensor], bool]) -> list[_Shape]:
-    """The structure of a graph.
-
-    Raises:
-        ValueError: a view shows a tensor that is neither in the graph nor has data.
-    """
-    index = {t: i for i, t in enumerate(tensors)}
-    index_of, shapes = index.__getitem__, []
-    for t in tensors:
-        root, external = -1, False
-        if t.view_src is not None:
-            root = index.get(t.view_src, -1)
-            if root < 0 and (t.view_src.data == 0 or is_own(t.view_src)):
-                raise ValueError(
-                    "GraphAllocator: a viewed tensor must be in the graph or have data of its own, got none "
-                    f"('{t.view_src.name}')"
-                )
-        else:
-            external = t.data != 0 and not is_own(t)
-        sources = tuple([index_of(s) for s in t.src if s is not None])
-        shapes.append(_Shape(t.op.id, t.flags & _MARKS, external, root, sources))
-    return shapes
-
-
 class _Planner:
     """One walk over a graph."""
 
@@ -243,9 +126,10 @@ class _Planner:
             raise ValueError(
                 f"GraphAllocator: each node and leaf must have a buffer id below {len(types)}, got {self.buffer_ids}"
             )
+        self.wanted_ids = self.buffer_ids
         # A type that is given twice has one block list: its later indices stand for the first one.
         self.buffer_ids = [types.index(types[b]) for b in self.buffer_ids]
-        self.shapes = _shapes(tensors, is_own)
+        self.shapes = shapes_of(tensors, is_own, kept_of(graph))
         self.free = [FreeBlocks() for _ in types]
         self.children, self.views = [0] * n, [0] * n
         self.kept = [s.op == NONE.id or bool(s.marks & FLAG_OUTPUT) for s in self.shapes]
@@ -303,7 +187,7 @@ class _Planner:
                     continue
             if not self.taken[owner] or self.kept[owner] or self.buffer_ids[owner] != self.buffer_ids[i]:
                 continue
-            if not _takes_over(tensors[i], tensors[j]):
+            if not takes_over(tensors[i], tensors[j]):
                 continue
             size = self.types[self.buffer_ids[i]].padded_size(tensors[i])
             if size > self.sizes[owner]:
@@ -338,7 +222,8 @@ class _Planner:
             else:
                 at = (self.buffer_ids[i], self.offsets[i], self.sizes[i])
                 placements.append(Placement("planned", *at, self.inplace[i], self.first[i], self.last[i]))
-        return Plan(placements, [f.peak for f in self.free], self.n_leafs, self.shapes)
+        peaks = [f.peak for f in self.free]
+        return Plan(placements, peaks, self.n_leafs, self.shapes, self.wanted_ids, [*peaks])
 
 
 class GraphAllocator:
@@ -349,6 +234,7 @@ class GraphAllocator:
 
     Attributes:
         plan: the plan in force, None before the first `reserve`.
+        reason: why the last graph that the plan did not serve had to be planned anew: which tensor, which rule.
         buffers: the buffers, None where a plan needs no memory.
 
     Source: ggml_gallocr.
@@ -360,6 +246,7 @@ class GraphAllocator:
             raise ValueError("GraphAllocator: at least one buffer type must be given, got none")
         self.buffers: list[Buffer | None] = [None] * len(self.types)
         self.plan: Plan | None = None
+        self.reason: str | None = None
         self._made: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     def _is_own(self, t: Tensor) -> bool:
@@ -371,7 +258,9 @@ class GraphAllocator:
         self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
     ) -> Plan:
         """Plan a graph without keeping the plan or allocating anything; see `reserve`."""
-        return _Planner(graph, self.types, self._is_own, node_ids, leaf_ids).run()
+        plan = _Planner(graph, self.types, self._is_own, node_ids, leaf_ids).run()
+        plan.pack()
+        return plan
 
     def reserve(
         self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
@@ -405,18 +294,34 @@ class GraphAllocator:
         self.plan = plan
         return plan
 
-    def misfit(self, graph: Tensors) -> str | None:
-        """Why the plan in force cannot serve a graph, in words; None if it can."""
+    def misfit(
+        self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
+    ) -> str | None:
+        """Why the plan in force cannot serve a graph, in words; None if it can.
+
+        Args:
+            graph: to serve.
+            node_ids: as in `reserve`; by default those of the plan.
+            leaf_ids: the same for each leaf.
+        """
         if self.plan is None:
             return "nothing is planned yet"
-        return self.plan.fit(graph, self.types, self._is_own)
+        ids = None
+        if node_ids is not None or leaf_ids is not None:
+            ids = [*(leaf_ids or [0] * len(graph.leafs)), *(node_ids or [0] * len(graph.nodes))]
+        return self.plan.fit(graph, self.types, self._is_own, ids)
 
-    def needs_realloc(self, graph: Tensors) -> bool:
-        """Must the graph be planned anew?
+    def needs_realloc(
+        self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
+    ) -> bool:
+        """Must the graph be planned anew? Why is then in `reason`.
 
         Source: ggml_gallocr_needs_realloc.
         """
-        return self.misfit(graph) is not None
+        misfit = self.misfit(graph, node_ids, leaf_ids)
+        if misfit is not None:
+            self.reason = misfit
+        return misfit is not None
 
     def alloc_graph(self, graph: Tensors) -> bool:
         """Give every tensor of a graph its data and buffer.

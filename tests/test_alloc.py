@@ -12,10 +12,11 @@ from test_graph import mlp
 
 import ggjit as gg
 from ggjit import types
-from ggjit.alloc import FreeBlocks, GraphAllocator, Plan, TensorAllocator
+from ggjit.alloc import FreeBlocks, GraphAllocator, TensorAllocator
 from ggjit.backend import Buffer, BufferType, alloc_ctx_tensors, host_buffer_type
 from ggjit.graph import Graph
 from ggjit.op import NONE
+from ggjit.plan import Plan
 from ggjit.tensor import FLAG_INPUT, FLAG_OUTPUT, Tensor, view_tensor
 
 HOST = host_buffer_type()
@@ -123,7 +124,7 @@ def test_s74_mlp_in_two_blocks() -> None:
     ("n", "peak", "least", "sum_mib"),
     [
         (1, 3210304, 3210304, 39.6),
-        (8, 3661888, 3661888, 65.0),
+        (8, 3661888, 3588160, 65.0),  # packed: best fit needs 2 % more than is ever live
         # Less than ggml: the last norm writes over its source, which ggml's planner does not allow.
         (32, 6629504, 6531456, 151.8),
         (512, 106072064, 104503296, 1889),
