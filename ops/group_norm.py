@@ -20,7 +20,7 @@ from ggjit.ops.binary import div, mul, sub
 from ggjit.ops.copy import cont
 from ggjit.ops.lib.checks import require_type
 from ggjit.ops.math import clamp, sqr, sqrt
-from ggjit.ops.norm import affine_row, sum_of, sum_of_squares
+from ggjit.ops.norm import affine_row, sum_of, sum_of_squares, sum_of_squares_around
 from ggjit.ops.reduce import mean, sum_rows
 from ggjit.ops.repeat import concat
 from ggjit.ops.scale import scale_bias
@@ -112,15 +112,15 @@ def group_norm_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work,
         shift, squares = -np.float32(total / count), 0.0
         for i2 in range(first, last):
             for i1 in range(n_rows):
-                to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)
+                at = rows.offset(src0_nb, i1, i2, i3)
                 x, x_at = staging.packed(src0, at, src0_nb[0], n, work, slot)
-                affine_row(dst, to, x, x_at, n, shift, np.float32(1))
-                squares += np.float64(sum_of_squares(dst, to, n))
+                squares += np.float64(sum_of_squares_around(x, x_at, n, -shift))
         scale = np.float32(1) / vec.sqrt(np.float32(squares / count + eps))
         for i2 in range(first, last):
             for i1 in range(n_rows):
-                to = rows.offset(dst_nb, i1, i2, i3)
-                affine_row(dst, to, dst, to, n, np.float32(0), scale)
+                to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, i1, i2, i3)
+                x, x_at = staging.packed(src0, at, src0_nb[0], n, work, slot)
+                affine_row(dst, to, x, x_at, n, shift, scale)
 
 
 GROUP_NORM.kernel(lambda node: group_norm_f32)
