@@ -95,7 +95,13 @@ def inputs(n: int) -> tuple[Tensor, Tensor]:
 
 
 def gpt2_graph(model: Gpt2, cache: Cache, n_past: int, n: int) -> Graph:
-    """The graph of n new tokens of one sequence behind `n_past`, in the innermost context."""
+    """The graph of n new tokens of one sequence behind `n_past`, in the innermost context.
+
+    Raises:
+        ValueError: they do not fit the context.
+    """
+    if n_past < 0 or n < 1 or n_past + n > model.sizes.n_ctx:  # rows of the next layer come behind the last one
+        raise ValueError(f"gpt2: tokens must fit the context of {model.sizes.n_ctx}, got {n} behind {n_past}")
     graph = Graph(MAX_NODES)
     tokens, pos = inputs(n)
     attend = cached_attention(graph, model.sizes, cache, n_past, n_past + n, lambda kq: ops.diag_mask_inf(kq, n_past))
