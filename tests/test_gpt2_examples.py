@@ -12,7 +12,8 @@ import ggjit as gg
 from ggjit import types
 from ggjit.alloc import GraphAllocator, TensorAllocator
 from ggjit.backend import Buffer, alloc_ctx_tensors, ctx_tensors_size, host_buffer_type
-from ggjit.examples.gpt2 import main_alloc, main_backend, main_batched, main_ctx
+from ggjit.backends.process import ProcessDevice
+from ggjit.examples.gpt2 import main_alloc, main_backend, main_batched, main_ctx, main_sched
 from ggjit.examples.gpt2.command import read_prompt
 from ggjit.examples.gpt2.graph import Cache, gpt2_graph, graph_context, worst_case
 from ggjit.examples.gpt2.model_file import Headers, ModelFile
@@ -22,7 +23,7 @@ HOST = host_buffer_type()
 SMALL, N_VOCAB = Sizes(), 50257
 GAP = 0.02  # the reference looks GELU up in a table: nearer tokens may change places
 LOGITS = 5e-3  # largest difference to the reference, for the same reason
-PROGRAMS = (main_ctx, main_alloc, main_backend, main_batched)
+PROGRAMS = (main_ctx, main_alloc, main_backend, main_sched, main_batched)
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +45,20 @@ def want(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def programs(file: ModelFile) -> dict[str, object]:
+def device() -> Iterator[ProcessDevice]:
+    """A device whose memory no pointer of this process reaches."""
+    made = ProcessDevice()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def programs(file: ModelFile, device: ProcessDevice) -> dict[str, object]:
     return {
         "main_ctx": main_ctx.MainCtx(file, 1),
         "main_alloc": main_alloc.MainAlloc(file, 2),
         "main_backend": main_backend.MainBackend(file, 2),
+        "main_sched": main_sched.MainSched(file, 2, 1, device),
         "main_batched": main_batched.MainBatched(file, 2),
     }
 
@@ -105,6 +115,14 @@ def test_s72_the_same_bits_however_a_prompt_is_split(programs, want) -> None:
         assert np.array_equal(read_prompt(engine, ids, 70), whole), name
         assert np.array_equal(read_prompt(engine, ids[:40], 13), whole[:40]), name
         assert np.array_equal(read_prompt(engine, ids[:10], 1), whole[:10]), name
+
+
+def test_tokens_beyond_the_context_are_refused(programs) -> None:
+    for name in ("main_ctx", "main_alloc", "main_backend", "main_sched"):
+        with pytest.raises(ValueError, match="gpt2: tokens must fit the context of 256, got 2 behind 255"):
+            programs[name].eval(255, [1, 2])
+        with pytest.raises(IndexError, match=r"inp_tokens.* got 517 at position 1"):
+            programs[name].eval(0, [1, 517])
 
 
 # -- main_ctx ----------------------------------------------------------------------------------------------------------
@@ -247,6 +265,100 @@ def test_s79_s80_s81_buffers(file: ModelFile, programs) -> None:
     assert loaded.ctx_kv is not loaded.ctx_w and loaded.buffer_kv is not loaded.buffer_w
     assert loaded.buffer_kv.size == sum(HOST.padded_size(t) for t in loaded.ctx_kv.tensors.values())
     assert alloc_ctx_tensors(loaded.ctx_w, HOST) is None  # all have their place
+
+
+def test_s78_everything_on_a_device_without_host_pointers(file: ModelFile, device, programs, want) -> None:
+    ids = want["medium_ids"].tolist()
+    known = read_prompt(programs["main_alloc"], ids, 32)
+    for engine in (main_backend.MainBackend(file, 1, 32, device), main_batched.MainBatched(file, 1, 32, 1, device)):
+        assert np.array_equal(read_prompt(engine, ids, 32), known)
+        assert engine.loaded.buffer_w.type is engine.loaded.buffer_kv.type is device.buffer_type()
+
+
+# -- main_sched --------------------------------------------------------------------------------------------------------
+
+
+def test_s82_figure_15_placement_by_name() -> None:
+    _, model, _, _ = small()
+    names = [t.name for t in model.output.context.tensors.values()]
+    for n_gpu_layers, layers, embd, output in ((0, (), 0, 0), (4, (8, 9, 10, 11), 0, 1), (12, range(12), 0, 1)):
+        placed = {name for name in names if main_sched.on_device(name, 12, n_gpu_layers)}
+        assert {name for name in placed if name.startswith("blk.")} == {
+            name for name in names if name.startswith(tuple(f"blk.{il}." for il in layers))
+        }
+        assert ({"token_embd.weight", "position_embd.weight"} <= placed) == embd
+        assert ({"output_norm.weight", "output_norm.bias", "output.weight"} <= placed) == output
+    assert all(main_sched.on_device(name, 12, 13) for name in names)
+
+
+def test_s83_one_buffer_for_each_backend(file: ModelFile, device, programs) -> None:
+    assert [main_sched.cache_on_device(12, n) for n in (0, 5, 6, 12)] == [False, False, True, True]
+    for n_gpu_layers, on in ((1, HOST), (2, device.buffer_type())):
+        engine = main_sched.MainSched(file, 1, n_gpu_layers, device)
+        assert engine.buffer_kv.type is on
+        for backend, type in ((engine.gpu, device.buffer_type()), (engine.cpu, HOST)):
+            buffer, offset = engine.backend_buffers[backend.name].buffer, 0
+            assert buffer.type is type and buffer.usage == "weights"
+            mine = [t for t in engine.ctx_w.tensors.values() if engine.tensor_backends[t.name] is backend]
+            for t in mine:  # cut in order
+                assert t.buffer is buffer and t.data - buffer.base == offset, t.name
+                offset += type.padded_size(t)
+                assert np.array_equal(buffer.get_tensor(t), file.data(t))
+            assert buffer.size == offset + 512 * len(mine)
+
+
+def expected_copies(sched, graph: gg.Graph) -> list[int]:
+    """Tensors that must go to the device and back: read on the other side, since their bytes were written last.
+
+    Counted from the side of each node and of each weight alone, with a list of all that was ever copied.
+    """
+    gpu, versions, done, counts = sched.backends[0], {}, [], [0, 0]
+
+    def home(t) -> int:
+        root = t if t.view_src is None else t.view_src
+        if root.buffer is not None and root.buffer.usage != "compute":  # weights and cache
+            return int(root.buffer.type is gpu.device.buffer_type())
+        return int(sched.get_tensor_backend(root) is gpu)
+
+    for node in graph.nodes:
+        if node.op.view:
+            continue
+        side = int(sched.get_tensor_backend(node) is gpu)
+        for t in node.src:
+            if t is None or home(t) == side:
+                continue
+            copy = (t.name, side, versions.get(t.view_src or t, 0))
+            if copy not in done:
+                done.append(copy)
+                counts[0 if side else 1] += 1
+        root = node.view_src or node
+        versions[root] = versions.get(root, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("n_gpu_layers", [0, 1, 2, 3, 4])
+def test_s82_s84_any_layers_give_the_same_bits_by_the_copies_that_must_be(
+    file: ModelFile, device, programs, want, n_gpu_layers: int
+) -> None:
+    ids = want["long_ids"].tolist()
+    known = read_prompt(programs["main_alloc"], ids, 32)
+    engine = main_sched.MainSched(file, 2, n_gpu_layers, device)
+    buffers = list(engine.sched.allocator.buffers)
+    for n_past in (0, 32, 64):
+        device.counts.clear()
+        got = engine.eval(n_past, ids[n_past : n_past + 32])
+        assert np.array_equal(got, known[n_past : n_past + 32])
+        run = engine.sched.current
+        for node in run.graph.nodes:  # where the weights are, there it is computed
+            for t in node.src:
+                if t is not None and t.name in engine.tensor_backends:
+                    assert engine.sched.get_tensor_backend(node) is engine.tensor_backends[t.name]
+        to_device, from_device = expected_copies(engine.sched, run.graph)
+        logits = int(n_gpu_layers > 0)  # fetched by the program
+        assert (device.counts.to_device, device.counts.from_device) == (to_device, from_device + logits)
+        assert (to_device > 0) == (n_gpu_layers > 0) and (from_device > 0) == (0 < n_gpu_layers < 3)
+        assert device.counts.on_device == 0
+    assert engine.sched.allocator.buffers == buffers  # reserved once, for the largest run
 
 
 # -- main_batched ------------------------------------------------------------------------------------------------------
