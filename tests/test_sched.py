@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from gpt2_graph import TINY, Gpt2, gpt2, gpt2_graph, graph_context
 from test_graph import mlp
+from test_sched_passes import Fake
 
 import ggjit as gg
 from ggjit import types
 from ggjit.alloc import GraphAllocator, TensorAllocator
-from ggjit.backend import BufferType, alloc_ctx_tensors, buffer_of, devices, host_buffer_type
+from ggjit.backend import Buffer, BufferType, alloc_ctx_tensors, buffer_of, devices, host_buffer_type
 from ggjit.backends.process import ProcessDevice
 from ggjit.graph import Graph
 from ggjit.op import NONE
@@ -191,6 +192,36 @@ def test_s82_sides_of_gpt2(device: ProcessDevice, sched: Scheduler) -> None:
     assert "1.wgt0" in sched.current.describe() and "split 0: cpu, nodes 0 to" in sched.current.describe()
     found = sched.graph_inputs()
     assert {t.name: [b.name for b in v] for t, v in found.items()} == {"embd": ["cpu"], "position": ["cpu"]}
+
+
+def test_s82_figure_15() -> None:
+    """GPT-2 small, 4 of 12 layers on the GPU: layers 8 to 11 run there, with the cache on the CPU's side."""
+    model, gpu = gpt2(), Fake("gpu")
+    cpu = Fake("cpu", type=HOST)
+    sched = Scheduler([gpu, cpu])  # type: ignore[list-item]
+    allocators = [TensorAllocator(Buffer(t, None, "weights", 1 << 40, 1 << 40)) for t in (gpu.type, HOST)]
+    cache = TensorAllocator(Buffer(HOST, None, "any", 1 << 42, 1 << 40))
+    for name, t in model.tensors.items():
+        layer = int(name.split("/")[1][1:]) if name.startswith("model/h") else -1
+        far = layer >= 8 or "ln_f" in name or name == "model/lm_head"
+        (cache if "memory" in name else allocators[0 if far else 1]).alloc(t)
+    with graph_context():
+        graph = gpt2_graph(model, 992, 32)
+    sched.alloc_graph(graph)
+    where = {t.name: sched.get_tensor_backend(t).name for t in graph.nodes}
+    assert [where[f"KQ-{il}"] for il in range(12)] == ["cpu"] * 8 + ["gpu"] * 4 and where["logits"] == "gpu"
+    assert [sched.get_tensor_backend(t).name for t in graph.nodes if t.op.name == "cpy"] == ["cpu"] * 24
+    run = sched.current
+    copies = [
+        (run.copies[k].tensor, run.splits[j].backend_id) for j in range(sched.n_splits) for k in run.splits[j].inputs
+    ]
+    assert [[t.name for t, i in copies if i == side and "-9" in t.name] for side in (0, 1)] == [
+        ["V-9", "K-9"], ["Kcur-9", "Vcur-9"],
+    ]  # fmt: skip
+    to_gpu, from_gpu = ([t.nbytes for t, i in copies if i == side] for side in (0, 1))
+    want = [len(to_gpu), sum(to_gpu), len(from_gpu), sum(from_gpu)]
+    assert want == expected_copies(sched, graph)
+    assert [s.backend_id for s in run.splits] == [1, 0] + [1, 0] * 4
 
 
 def test_s84_reserve(sched: Scheduler, device: ProcessDevice) -> None:
