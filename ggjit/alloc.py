@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from ggjit.backend import Buffer, BufferType, init_view, tensor_alloc
 from ggjit.op import NONE
 from ggjit.plan import Placement, Plan, Tensors, kept_of, shapes_of, takes_over
+from ggjit.readable import forget
 from ggjit.tensor import FLAG_INPUT, FLAG_OUTPUT, Tensor
 
 _OPEN = 1 << 62  # size of the last free block: memory that no tensor has reached yet
@@ -349,6 +350,7 @@ class GraphAllocator:
         for buffer in self.buffers:
             if buffer is not None:
                 buffer.reset()
+                forget(buffer)
         views = []
         for t, p in zip([*graph.leafs, *graph.nodes], self.plan.placements, strict=True):
             if p.kind == "view":

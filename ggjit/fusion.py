@@ -54,7 +54,7 @@ class Match:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._uses, self._nodes = graph.use_counts, graph.nodes
+        self._uses, self._nodes, self._kept = graph.use_counts, graph.nodes, graph.kept
         self._at = {t: i for i, t in enumerate(graph.nodes)}
         self._readers = {s: t for t in graph.nodes for s in t.src if s is not None}
         self._fused: set[Tensor] = set()
@@ -64,7 +64,7 @@ class Match:
         root = t if t.view_src is None else t.view_src
         buffer = root.buffer
         hidden = buffer is not None and buffer.usage == "compute" and not (t.flags | root.flags) & _SEEN
-        if not hidden or self._uses[t] != 1 or self._uses.get(root) != 1:
+        if not hidden or t in self._kept or root in self._kept or self._uses[t] != 1 or self._uses.get(root) != 1:
             return None
         return self._readers.get(t)
 

@@ -8,7 +8,8 @@ The graph is an object of its context, as in ggml: its arrays of addresses lie i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,6 +66,7 @@ class Graph:
         use_counts: for each tensor how many sources of nodes it is.
         grads: for each tensor that has one its gradient.
         grad_accs: for some tensors a leaf that their gradient is added to; those of losses among them.
+        kept: tensors whose values stay readable after a run, besides outputs (`compute(keep=...)`).
         has_grads: is there room for gradients?
 
     Raises:
@@ -74,6 +76,8 @@ class Graph:
 
     Source: ggml_new_graph_custom.
     """
+
+    kept: frozenset[Tensor] = frozenset()
 
     def __init__(self, size: int = DEFAULT_SIZE, grads: bool = False) -> None:
         self.context = _context.current("Graph")
@@ -246,7 +250,9 @@ class Graph:
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
-    def compute(self, n_threads: int | None = None, fuse: bool | None = None) -> Graph:
+    def compute(
+        self, n_threads: int | None = None, fuse: bool | None = None, keep: Iterable[Tensor] = (), debug: bool = False
+    ) -> Graph:
         """Compute all nodes.
 
         Tensors without data get memory from a graph allocator first. The program is kept: computing the same graph
@@ -257,17 +263,24 @@ class Graph:
             fuse: compute chains of nodes in a planner's memory by one kernel where there is a rule for them; tensors
                 inside a chain that are no outputs then get no values. By default yes, unless the variable GGJIT_FUSE
                 is 0.
+            keep: tensors of the graph whose values must be readable afterwards: their memory is not reused and no
+                kernel skips them, in this run and in later ones. Without it that is so for outputs only.
+            debug: keep all nodes.
 
         Returns:
             The graph.
 
         Raises:
+            ValueError: a tensor to keep is not in the graph, or lies in memory that another allocator has planned to
+                reuse.
             NotImplementedError: no kernel takes a node.
             IndexError: an index of a node is out of range.
         """
         from ggjit.threadpool import default_threads
 
         n = n_threads if n_threads is not None else default_threads()
+        if keep or debug:
+            self._keep([*keep, *(self.nodes if debug else ())])
         self._executable(n, fuse).run()
         return self
 
@@ -288,8 +301,65 @@ class Graph:
             self._allocate()
         found = self._executables.get((n_threads, fuse))
         if found is None or found.is_stale():
+            self._warn_of_lost_writes()
             found = self._executables[n_threads, fuse] = lower(self, n_threads, fuse=fuse)
         return found
+
+    def _warn_of_lost_writes(self) -> None:
+        """Warn of nodes that would write into a leaf, were built before nodes that read it, and are in no graph."""
+        tensors = self.context.tensors.values()
+        writes = [t for t in tensors if t.op is not NONE and t.view_src is not None and not t.op.view]
+        lost = {t: t.view_src for t in writes if not t.flags & FLAG_COMPUTE and t.view_src in self.use_counts}
+        if not lost:
+            return
+        sources = {s for t in tensors for s in t.src}
+        readers: dict[Tensor, int] = {}  # for each leaf the youngest node that reads it
+        for node in self.nodes:
+            for s in node.src:
+                if s is not None:
+                    root = s if s.view_src is None else s.view_src
+                    readers[root] = max(readers.get(root, 0), node.address)
+        for t, root in lost.items():
+            if root is not None and root.op is NONE and t not in sources and t.address < readers.get(root, 0):
+                warnings.warn(
+                    f"compute: {t.op.name} '{t.name}' would write into '{root.name}', which the graph reads, but is in "
+                    "no graph; build_forward_expand adds it",
+                    stacklevel=4,
+                )
+
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        """Let values of tensors stay readable; where the graph has planned memory of its own, plan it anew."""
+        for t in tensors:
+            if t not in self.use_counts:
+                raise ValueError(f"compute: a tensor to keep must be in the graph, got '{t.name}'")
+        kept = self.kept.union(tensors)
+        if kept == self.kept:
+            return
+        if self._allocator is not None:
+            self.kept = kept
+            own = [b for b in self._allocator.buffers if b is not None]
+            set_before = [t for t in (*self.leafs, *self.nodes) if t.op is NONE and t.buffer in own]
+            values = [(t, t.bytes().copy()) for t in set_before]
+            self._allocate()
+            for t, data in values:
+                t.bytes()[:] = data
+        elif all(t.data for t in (*self.leafs, *self.nodes)):
+            self._check_not_reused(tensors)
+        self.kept = kept
+        self._executables.clear()
+
+    def _check_not_reused(self, tensors: Sequence[Tensor]) -> None:
+        from ggjit.readable import Writers
+
+        writers = Writers(self)
+        for t in tensors:
+            at = writers.at.get(t if t.view_src is None else t.view_src)
+            by = None if at is None else writers.first_over(t, at)
+            if by is not None:
+                raise ValueError(
+                    f"compute: a tensor to keep must have memory that no other node is given, got '{t.name}', planned "
+                    f"by another allocator, and '{by.name}' written over it; mark it by set_output before planning"
+                )
 
     def _allocate(self) -> None:
         from ggjit.alloc import GraphAllocator

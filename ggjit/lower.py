@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ggjit import readable
 from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
 from ggjit.fusion import Fused, Match
 from ggjit.op import COUNTER_LINE, NONE, PARAM_BYTES
@@ -199,7 +200,7 @@ def _check_memory(node: Tensor) -> None:
                 f"('{node.name}'); load with repack=False"
             )
     written = node.view_src
-    if written is not None and not written.bytes().flags.writeable:
+    if written is not None and not written._memory().flags.writeable:
         raise ValueError(
             f"{node.op.name}: the bytes written to must be writable, got read-only memory of '{written.name}' "
             f"('{node.name}')"
@@ -265,8 +266,18 @@ class Executable:
             self._tasks[i] = self._counters.ctypes.data + COUNTER_LINE * (i - 1), COUNTER_LINE
         rows[:, 2] = [self._tasks.ctypes.data + 16 * line for line in lines]
         self._program = Program(rows)
+        self.memories = readable.memories(graph)
+        self._writers: readable.Writers | None = None
         self._adaptive = Adaptive(self._program)
         self._addresses = [t.data for t in [*graph.leafs, *graph.nodes]]
+
+    @property
+    def writers(self) -> readable.Writers:
+        """Who writes where when the program runs."""
+        if self._writers is None:
+            inner = frozenset(t for chain in self.fused for t in chain[:-1])
+            self._writers = readable.Writers(self.graph, inner)
+        return self._writers
 
     def is_stale(self) -> bool:
         """Has the data of a tensor moved since the graph was lowered?"""
@@ -294,7 +305,9 @@ class Executable:
             failed = self._adaptive.run(pool)
             if failed is not None:
                 raise self.error(*failed)
+            readable.ran(self)
             return
+        readable.forget(*self.memories)  # each node may be looked at as it is computed
         at = 0
         for node in self.graph.nodes:
             first = at
@@ -305,6 +318,7 @@ class Executable:
                 raise self.error(*failed)
             if not callback(node):
                 return
+        readable.ran(self)
 
     def time(self) -> NDArray[np.int64]:
         """Run once and return the nanoseconds of each step (of the first thread, barrier included)."""
@@ -316,6 +330,7 @@ class Executable:
         """The exception for a step that returned a status other than 0."""
         step = self.steps[row]
         node = step.node
+        readable.forget(*self.memories)
         where = f"{node.op.name}: node '{node.name}'"
         source = step.record.src[(status & 15) - 1] if 0 < status and (status & 15) <= len(step.record.src) else None
         if source is None:

@@ -306,8 +306,21 @@ class Tensor:
         )
 
     def bytes(self) -> NDArray[np.uint8]:
-        """The tensor's bytes in memory order (gaps included): a live view in host memory, else a copy."""
+        """The tensor's bytes in memory order (gaps included): a live view in host memory, else a copy.
+
+        Raises:
+            ValueError: the tensor has no data, or its values are gone as for `numpy`.
+        """
+        self._check_readable()
         return self._memory()
+
+    def _check_readable(self) -> None:
+        root = self if self.view_src is None else self.view_src
+        buffer = None if root.op is NONE else root.buffer
+        if buffer is not None and buffer.usage == "compute":
+            from ggjit.readable import check
+
+            check(self)
 
     def numpy(self) -> NDArray[Any]:
         """The values as a NumPy array of shape ne[::-1].
@@ -316,9 +329,11 @@ class Tensor:
             A live view for plain types; a float32 copy for BF16, which NumPy has not, and for block types.
 
         Raises:
-            ValueError: the tensor has no data, or not in host memory.
+            ValueError: the tensor has no data, or not in host memory; or its graph was computed and its memory went to
+                another node, or it was computed inside a fused kernel (`Graph.compute(keep=...)` keeps it).
             NotImplementedError: no code is registered for the block type.
         """
+        self._check_readable()
         memory = self._memory()
         shape = self.ne[::-1]
         if self.type.dtype is not None:

@@ -214,3 +214,123 @@ def test_packed_plans_run() -> None:
     apart.compute(2)
     assert result.numpy().item() == want.numpy().item() != 0 and leafs.n_objects
     assert isinstance(HOST, BufferType) and alloc_ctx_tensors(gg.Context(64), HOST) is None
+
+
+# -- what can be read after a run --------------------------------------------------------------------------------------
+
+
+def chain_of(n_nodes: int = 4) -> tuple[Graph, list[gg.Tensor]]:
+    """x, in an arena, then products that write in place of each other; nothing that a rule fuses."""
+    with gg.Context(1 << 16):
+        x = gg.new_tensor(types.F32, 40, name="x").set(1.5)
+    with gg.Context(1 << 18, no_alloc=True):
+        nodes = [gg.mul(x, x).set_name("n0")]
+        for i in range(1, n_nodes):
+            nodes.append(gg.mul(nodes[-1], x).set_name(f"n{i}"))
+        return gg.build(nodes[-1], 32), nodes
+
+
+def test_reading_what_was_overwritten_names_the_node() -> None:
+    graph, nodes = chain_of()
+    graph.compute(1)
+    assert nodes[-1].numpy().ravel()[0] == 1.5**5
+    for t in nodes[:-1]:
+        with pytest.raises(
+            ValueError, match=rf"Tensor: values must still be there to be read, got '{t.name}' when 'n\d' wrote over"
+        ):
+            t.numpy()
+        with pytest.raises(ValueError, match=r"compute\(keep=\[...\]\) keeps it"):
+            t.bytes()
+    graph.leafs[0].numpy()
+
+
+def test_reading_what_was_fused_away_names_the_node() -> None:
+    with gg.Context(1 << 16):
+        x, w = gg.new_tensor(types.F32, 64, 3).set(2.0), gg.new_tensor(types.F32, 64).set(1.0)
+    with gg.Context(1 << 18, no_alloc=True):
+        norm = gg.rms_norm(gg.sqr(x), 1e-5).set_name("norm")
+        result = gg.mul(norm, w).set_name("scaled")
+        graph = gg.build(result, 32)
+    graph.compute(1)
+    assert graph._executable(1).fused
+    with pytest.raises(ValueError, match="got 'norm' when 'scaled' computed it on the way without writing it"):
+        norm.numpy()
+    graph.compute(1, keep=[norm])
+    assert not graph._executable(1).fused and abs(norm.numpy() - 1).max() < 1e-4
+
+
+def test_keep_and_debug() -> None:
+    graph, nodes = chain_of()
+    graph.compute(1, keep=[nodes[1]])
+    assert nodes[1].numpy().ravel()[0] == 1.5**3 and nodes[-1].numpy().ravel()[0] == 1.5**5
+    with pytest.raises(ValueError, match="got 'n0' when"):
+        nodes[0].numpy()
+    graph.compute(1)
+    assert nodes[1].numpy().ravel()[0] == 1.5**3, "stays kept"
+    graph.compute(2, debug=True)
+    assert [t.numpy().ravel()[0] for t in nodes] == [1.5**n for n in (2, 3, 4, 5)]
+    assert len({t.data for t in nodes}) == 4
+    other, _ = chain_of()
+    with pytest.raises(ValueError, match="compute: a tensor to keep must be in the graph, got 'n1'"):
+        other.compute(keep=[nodes[1]])
+
+
+def test_inputs_keep_their_values_when_a_graph_is_planned_anew() -> None:
+    with gg.Context(1 << 18, no_alloc=True):
+        x = gg.new_tensor(types.F32, 8, name="x").set_input()
+        a = gg.sqr(x).set_name("a")
+        graph = gg.build(gg.sum(gg.scale(a, 2.0)), 32)
+    graph.reset()  # gives data
+    x.set(3.0)
+    graph.compute(1, keep=[a])
+    assert a.numpy().ravel().tolist() == [9.0] * 8 and graph.nodes[-1].numpy().item() == 144
+
+
+def test_memory_that_another_allocator_reuses_cannot_be_kept() -> None:
+    graph, nodes = chain_of()
+    allocator = GraphAllocator(HOST)
+    allocator.alloc_graph(graph)
+    with pytest.raises(ValueError, match="compute: a tensor to keep must have memory that no other node is given"):
+        graph.compute(1, keep=[nodes[0]])
+    graph.compute(1, keep=[nodes[-1]])
+
+
+def test_a_later_graph_in_the_same_memory() -> None:
+    allocator = GraphAllocator(HOST)
+    first, nodes = chain_of()
+    second, others = chain_of(7)
+    allocator.reserve(second)
+    allocator.alloc_graph(first)
+    first.compute(1)
+    nodes[-1].numpy()
+    allocator.reserve(second)
+    allocator.alloc_graph(second)
+    nodes[-1].numpy()  # nothing has run since: its bytes are there
+    first.compute(1)
+    second.compute(1)
+    assert others[-1].numpy().ravel()[0] == 1.5**8
+    with pytest.raises(ValueError, match="got 'n3' when 'n0' wrote over its memory"):
+        nodes[-1].numpy()
+    first.compute(1)
+    nodes[-1].numpy()
+
+
+def test_the_callback_sees_every_node() -> None:
+    graph, nodes = chain_of()
+    seen = []
+    for _ in range(2):
+        graph._executable(1).run(lambda t: seen.append(float(t.numpy().ravel()[0])) is None)
+    assert seen == [1.5**n for n in (2, 3, 4, 5)] * 2
+    with pytest.raises(ValueError, match="got 'n0' when"):
+        nodes[0].numpy()
+
+
+def test_s23_a_write_that_is_in_no_graph_gives_a_warning() -> None:
+    with gg.Context(1 << 18):
+        cache, x = gg.new_tensor(types.F32, 8, 4, name="cache"), gg.new_tensor(types.F32, 8).set(1.0)
+        row = gg.cpy(x, gg.view_1d(cache, 8, 32)).set_name("row")
+        graph = gg.build(gg.sqr(gg.view_2d(cache, 8, 2, 32, 0)), 32)
+        with pytest.warns(UserWarning, match="compute: cpy 'row' would write into 'cache', which the graph reads, but"):
+            graph.compute(1)
+        graph.build_forward_expand(row).compute(1)
+    assert cache.numpy()[0, 0].sum(1).tolist() == [0, 8, 0, 0]
