@@ -54,16 +54,20 @@ class GraphView(Graph):
         nodes: in order of computing. What they read and is not among them counts as leafs.
         use_counts: how often each tensor is read in all of the graph: a result that something outside reads is never
             fused away.
+        kept: of the graph's tensors those that must stay readable.
 
     Source: ggml_graph_view.
     """
 
-    def __init__(self, nodes: Sequence[Tensor], use_counts: Mapping[Tensor, int]) -> None:
+    def __init__(
+        self, nodes: Sequence[Tensor], use_counts: Mapping[Tensor, int], kept: frozenset[Tensor] = frozenset()
+    ) -> None:
         inside, leafs = set(nodes), dict[Tensor, None]()
         for t in nodes:
             leafs.update(dict.fromkeys(s for s in (*t.src, t.view_src) if s is not None and s not in inside))
         self.nodes, self.leafs, self.size = list(nodes), list(leafs), len(nodes)
         self.use_counts = {t: use_counts.get(t, 0) for t in (*self.nodes, *self.leafs)}
+        self.kept = kept
         self.has_grads, self.grads, self.grad_accs = False, {}, {}
         self._allocator, self._executables = None, {}
 

@@ -44,6 +44,7 @@ class SchedGraph:
         inputs: the record of each copy, by number.
         parts: for each split its nodes that compute something, to be given to its backend.
         node_ids, leaf_ids: backends of `nodes` and `leafs`.
+        kept: records of what the graph keeps beside its outputs.
     """
 
     def __init__(self, assignments: Assignments, found: Splits) -> None:
@@ -72,6 +73,7 @@ class SchedGraph:
                 self._copy_node(t, found.reads.get(t, {}))
             if not t.op.view:
                 parts[-1].append(t)
+        self.kept = frozenset(self._now(t) for t in getattr(self.graph, "kept", ()))
         self._uses = Counter(s for t in self.nodes for s in t.src if s is not None)
         self.parts = [self.view(p) for p in parts]
 
@@ -120,7 +122,7 @@ class SchedGraph:
 
         for t in nodes:
             add(self.copied[t])
-        return GraphView(list(out), self._uses)
+        return GraphView(list(out), self._uses, self.kept)
 
     def show_places(self) -> None:
         """Let the user's nodes have the data and buffers of their records."""

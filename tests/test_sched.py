@@ -415,6 +415,30 @@ def test_leafs_without_marks_and_arenas(sched: Scheduler, device: ProcessDevice)
     assert sched.get_tensor_backend(a) is CPU and sched.n_splits == 1
 
 
+def test_what_the_graph_keeps(sched: Scheduler, device: ProcessDevice) -> None:
+    with gg.Context(1 << 18, no_alloc=True):
+        w, x = gg.new_tensor(types.F32, 4, name="w"), gg.new_tensor(types.F32, 4, name="x").set_input()
+        y = x
+        for _ in range(4):
+            y = gg.sqr(gg.add(y, w))
+        graph = gg.build(y)
+    put([w], device.buffer_type())
+    w.set(1.0)
+    results = {}
+    for kept in ([], graph.nodes):
+        graph.kept = frozenset(kept)
+        sched.alloc_graph(graph)
+        x.set(0.5)
+        sched.compute(graph)
+        results[len(kept)] = [float(t.numpy().ravel()[0]) for t in graph.nodes]
+    value, want = 0.5, []
+    for _ in range(4):
+        want += [value + 1, (value + 1) ** 2]
+        value = want[-1]
+    assert np.allclose(results[8], want, 1e-6) and not np.allclose(results[0], want, 1e-6)
+    assert results[0][-1] == results[8][-1]
+
+
 def test_several_devices(device: ProcessDevice) -> None:
     other = ProcessDevice("process1")
     sched = Scheduler([device.new_backend(), other.new_backend(), CPU])
