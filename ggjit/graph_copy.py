@@ -74,6 +74,9 @@ class GraphView(Graph):
     def _allocate(self) -> None:
         """Leave it: the tensors' places are not this part's to choose."""
 
+    def _warn_of_lost_writes(self) -> None:
+        """Leave it: what is in no graph the whole graph knows."""
+
 
 def context_for(n_records: int) -> Context:
     """A no_alloc context with room for some records."""
