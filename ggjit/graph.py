@@ -229,6 +229,11 @@ class Graph:
         grads = f", {len(self.grads)} gradients" if self.has_grads else ""
         return f"Graph({self.n_nodes} nodes, {self.n_leafs} leafs{grads}, size {self.size})"
 
+    def _repr_html_(self) -> str:
+        from ggjit.show.html import graph_table
+
+        return graph_table(self)
+
     def print(self) -> None:
         """Print nodes and leafs, a line each."""
         print(f"graph: {self.n_nodes} nodes, {self.n_leafs} leafs")

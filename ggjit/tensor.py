@@ -420,6 +420,11 @@ class Tensor:
     def __neg__(self) -> Tensor:
         return _binary("mul", self, -1.0)
 
+    def _repr_html_(self) -> str:
+        from ggjit.show.html import tensor
+
+        return tensor(self)
+
     def __repr__(self) -> str:
         ne = list(self.ne[: self.n_dims])
         made = (

@@ -1,0 +1,59 @@
+"""A memory plan as a picture: offsets over time, chains of tensors that write in place, peak and lower bound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ggjit.plan import Plan, Tensors
+
+_LABELS = 60  # links at most whose names are written
+
+
+def plan(p: Plan, graph: Tensors, buffer_id: int = 0, ax: Any = None) -> Any:
+    """Draw a plan with matplotlib: a box for each tensor, from its first to its last step.
+
+    Tensors that write over each other have one colour and touch. The black line is the peak, the dashed one the bytes
+    that no plan with the same in-place choices goes below.
+
+    Args:
+        p: the plan.
+        graph: that it was made for, or one that it serves.
+        buffer_id: which of its buffers.
+        ax: matplotlib axes to draw on, by default new ones.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError("show.plan: matplotlib must be installed, got none; pip install 'ggjit[show]'") from None
+    if ax is None:
+        _, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+    tensors, chains = [*graph.leafs, *graph.nodes], p.chains(buffer_id)
+    colours = plt.get_cmap("tab20")
+    n_links = sum(map(len, chains))
+    for k, chain in enumerate(chains):
+        colour = colours(k % 20)
+        for j, i in enumerate(chain):
+            at = p.placements[i]
+            first = at.first if j == 0 else at.first + 1  # at its first step the one before is read
+            span = at.last + 1 - first
+            if j and span <= 0:
+                continue
+            style = {"facecolor": colour, "alpha": 0.75 if j == 0 else 0.5, "hatch": "//" if j else None}
+            ax.broken_barh([(first, span)], (at.offset, at.size), edgecolor="white", linewidth=0.8, **style)
+            if n_links <= _LABELS:
+                ax.text(
+                    first + span / 2, at.offset + at.size / 2, tensors[i].name, ha="center", va="center", fontsize=7
+                )
+    bound, peak = p.lower_bound(buffer_id), p.sizes[buffer_id]
+    ax.axhline(peak, color="black", linewidth=1.2, label=f"peak {peak}")
+    ax.axhline(bound, color="crimson", linestyle="--", linewidth=1.2, label=f"lower bound {bound}")
+    ax.set(xlabel="step", ylabel="offset", xlim=(0, max(len(graph.nodes), 1)), ylim=(0, max(peak, 1) * 1.08))
+    ax.legend(loc="upper right", fontsize=8)
+    return ax
