@@ -325,6 +325,23 @@ def test_dead_child_is_an_error_and_nothing_hangs() -> None:
     device.close()
 
 
+def test_frame_that_was_broken_off_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ProcessDevice("cut")
+
+    def cut(stream, fields, payload) -> None:
+        stream.write(b"half")
+        stream.flush()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ggjit.backends.process.write_frame", cut)
+        with pytest.raises(KeyboardInterrupt):
+            device.buffer_type().new_buffer(8)
+    with pytest.raises(RuntimeError, match="cut: the child process must be alive, got exit status -9"):
+        device.buffer_type().new_buffer(8)
+    device.close()
+
+
 def test_close_ends_the_child() -> None:
     device = ProcessDevice()
     pid = device.pid

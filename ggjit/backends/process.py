@@ -133,6 +133,9 @@ class Channel:
             write_frame(stdin, fields, payload)
         except (OSError, ValueError):  # ValueError: it was closed
             raise self._lost() from None
+        except BaseException:  # Ctrl-C within a frame: the child would take the next one for its rest
+            self.process.kill()
+            raise
         return self._sent
 
     def forget(self, **fields: Any) -> None:
