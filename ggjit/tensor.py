@@ -339,6 +339,8 @@ class Tensor:
         if self.type.dtype is not None:
             values = np.ndarray(shape, self.type.dtype, memory, 0, self.nb[::-1])
             return (values.astype(np.uint32) << 16).view(np.float32) if self.type is _types.BF16 else values
+        if self.is_empty:
+            return np.zeros(shape, np.float32)
         blocks = np.ndarray(
             (*shape[:-1], self.ne[0] // self.type.blck_size, self.type.type_size),
             np.uint8,
@@ -485,6 +487,8 @@ def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
         raise ValueError(
             f"encode: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {array.shape[-1]}"
         )
+    if not array.size:
+        return np.zeros((*array.shape[:-1], row_size(type, array.shape[-1])), np.uint8)
     rows = np.ascontiguousarray(array, np.float32).reshape(-1, array.shape[-1])
     encoded: NDArray[np.uint8] = _quant(type).quantize(rows)
     return encoded.reshape(*array.shape[:-1], -1)

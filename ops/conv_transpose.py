@@ -36,6 +36,8 @@ CONV_TRANSPOSE_2D = Op("conv_transpose_2d", id=59, params=(("stride", "i32"),), 
 
 
 def _check(where: str, a: Tensor, b: Tensor, stride: int) -> None:
+    taps = min(a.ne[0], b.ne[0]) > 0 and (where == "conv_transpose_1d" or min(a.ne[1], b.ne[1]) > 0)
+    require(where, taps, "the kernel a and the data b must not be empty", a, b)
     require(where, stride > 0, f"the stride ({stride}) must be positive for a and b", a, b)
     require_type(where, "a", a, types.F32, types.F16)
     require_type(where, "b", b, types.F32)

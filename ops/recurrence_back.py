@@ -24,7 +24,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
-from ggjit.ops.lib.checks import are_f32, require
+from ggjit.ops.lib.checks import are_f32, require, require_contiguous
 from ggjit.tensor import Dims, Tensor, new_node
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -63,6 +63,9 @@ def recurrence_back(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor | None
     fits = like_k and v.ne == grad.ne == (v.ne[0], heads, tokens, seqs) and s.ne == (n, v.ne[0], heads, seqs)
     require("recurrence_back", fits and grad_s.ne[:3] == s.ne[:3] and seqs > 0 and grad_s.ne[3] % seqs == 0,
             "r, w, a and b must be as k, grad as v, and states fit them", k, v, s, grad, grad_s)  # fmt: skip
+    for name, t in {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "s": s, "grad": grad, "grad_s": grad_s}.items():
+        if t is not None:
+            require_contiguous("recurrence_back", name, t)
     parts: list[tuple[str, Dims]] = [("r", k.ne), ("w", k.ne), ("k", k.ne), ("v", v.ne), ("s", s.ne)]
     if a is not None:
         parts += [("a", k.ne), ("b", k.ne)]

@@ -379,6 +379,16 @@ ROWS = [
     (lambda: ops.conv_transpose_1d(leaf(3, 2, 4), leaf(8, 4), 0, 0, 1), V, "conv_transpose_1d: the stride (0) must be"),
     (lambda: ops.conv_transpose_2d_p0(leaf(3, 3, 2, 5), leaf(8, 8, 4), 2), V, "conv_transpose_2d: a.ne[3] must equal"),
     (lambda: ops.conv_transpose_2d_p0(leaf(3, 3, 2, 4), leaf(8, 8, 4), -1), V, "conv_transpose_2d: the stride (-1)"),
+    (
+        lambda: ops.conv_transpose_1d(leaf(0, 2, 4), leaf(0, 4), 1, 0, 1),
+        V,
+        "conv_transpose_1d: the kernel a and the data",
+    ),
+    (
+        lambda: ops.conv_transpose_2d_p0(leaf(1, 2, 1, 4), leaf(0, 4, 4), 2),
+        V,
+        "conv_transpose_2d: the kernel a and the",
+    ),
     (lambda: ops.pool_1d(leaf(8), 2, 2, 2, 0), V, "pool_1d: op must be 0 (max) or 1 (mean), got 2"),
     (lambda: ops.pool_1d(leaf(8), 0, 0, 2, 0), V, "pool_1d: kernel and stride must be positive"),
     (lambda: ops.pool_1d(leaf(8), 0, 9, 1, 0), V, "pool_1d: the kernel (9) must fit a"),
@@ -522,6 +532,12 @@ def test_numbers_out_of_range_are_named(bad, n_threads):
         )
         with pytest.raises(IndexError, match=re.escape(text)):
             gg.build(node).compute(n_threads=n_threads)
+
+
+def test_attention_without_heads_is_empty():
+    node = attention(q=leaf(16, 3, 0))
+    assert node.ne == (8, 0, 3, 1) and node.op.supported(node)
+    gg.build(node).compute()
 
 
 class Changed(Leafs):

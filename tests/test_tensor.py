@@ -383,3 +383,10 @@ def test_parameters_that_do_not_fit_name_the_op() -> None:
             gg.view_1d(x, 1, 4.0)
         with pytest.raises(ValueError, match="view: sizes and strides must fit 64 bits, got ne"):
             gg.view_2d(x, 1, 1, 1 << 63, 0)
+
+
+@pytest.mark.parametrize("ne", [(0, 3), (32, 0), (0, 0)])
+def test_empty_tensors_of_blocks_have_values(ne) -> None:
+    with gg.Context(1 << 12):
+        t = gg.new_tensor(gg.Q8_0, *ne)
+        assert t.set(np.zeros(t.ne[::-1])).numpy().shape == t.ne[::-1]
