@@ -41,19 +41,18 @@ def plan(p: Plan, graph: Tensors, buffer_id: int = 0, ax: Any = None) -> Any:
         colour = colours(k % 20)
         for j, i in enumerate(chain):
             at = p.placements[i]
-            first = at.first if j == 0 else at.first + 1  # at its first step the one before is read
-            span = at.last + 1 - first
-            if j and span <= 0:
-                continue
+            end = p.placements[chain[j + 1]].first if j + 1 < len(chain) else at.last + 1  # the next one writes here
+            first, span = at.first, end - at.first
             style = {"facecolor": colour, "alpha": 0.75 if j == 0 else 0.5, "hatch": "//" if j else None}
             ax.broken_barh([(first, span)], (at.offset, at.size), edgecolor="white", linewidth=0.8, **style)
-            if n_links <= _LABELS:
+            if n_links <= _LABELS and at.size > 0.04 * p.sizes[buffer_id]:
                 ax.text(
                     first + span / 2, at.offset + at.size / 2, tensors[i].name, ha="center", va="center", fontsize=7
                 )
     bound, peak = p.lower_bound(buffer_id), p.sizes[buffer_id]
     ax.axhline(peak, color="black", linewidth=1.2, label=f"peak {peak}")
     ax.axhline(bound, color="crimson", linestyle="--", linewidth=1.2, label=f"lower bound {bound}")
-    ax.set(xlabel="step", ylabel="offset", xlim=(0, max(len(graph.nodes), 1)), ylim=(0, max(peak, 1) * 1.08))
-    ax.legend(loc="upper right", fontsize=8)
+    ax.set(xlabel="step", ylabel="offset (KiB)", xlim=(0, max(len(graph.nodes), 1)), ylim=(0, max(peak, 1) * 1.08))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value / 1024:.0f}")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)
     return ax

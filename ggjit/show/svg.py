@@ -58,7 +58,8 @@ def graph(g: Graph, plan: Plan | None = None, backends: Mapping[Tensor, str] | N
     return Svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif"><defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        'markerHeight="7" orient="auto"><path d="M0,1 L8,4 L0,7 z" fill="#666"/></marker></defs>'
+        'markerHeight="7" markerUnits="userSpaceOnUse" orient="auto"><path d="M0,1 L8,4 L0,7 z" '
+        'fill="#666"/></marker></defs>'
         f'<rect width="{width}" height="{height}" fill="white"/>{"".join(parts)}</svg>'
     )
 
