@@ -178,10 +178,13 @@ def route_pairs(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, it
         place = np.int64(memory.load_i32(dst, starts + 4 * e))
         memory.store_i32(dst, pairs + 4 * place, i)
         memory.store_i32(dst, starts + 4 * e, place + 1)
-    for j in range(n_active - 1, -1, -1):  # places after the pairs of each used expert, in the order of experts
+    end = 0
+    for j in range(n_active):  # ends of the pairs of each used expert, in the order of experts, over those of all
         e = np.int64(memory.load_i32(dst, 4 * (1 + j)))
-        memory.store_i32(dst, starts + 4 * (j + 1), memory.load_i32(dst, starts + 4 * e))
-    memory.store_i32(dst, starts, 0)
+        following = memory.load_i32(dst, starts + 4 * e)  # read before word j, which may be its own, is written
+        memory.store_i32(dst, starts + 4 * j, end)
+        end = following
+    memory.store_i32(dst, starts + 4 * n_active, end)
     return 0
 
 

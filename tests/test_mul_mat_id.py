@@ -109,3 +109,15 @@ def test_checks():
         ops.mul_mat_id(a, b, leaf("F32", 2, 3))
     with pytest.raises(ValueError, match="mul_mat_id: src0 must not be transposed"):
         ops.mul_mat_id(ops.transpose(leaf("F32", 8, 32, 4)), b, ids)
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(
+    "experts", [[2, 5, 2], [5, 4, 0, 8, 7, 8], [1, 2, 3, 7], [7, 6], [0, 1, 2], [3, 38, 34, 31, 13]]
+)
+def test_used_experts_whose_numbers_are_places_of_others(experts, n_threads):
+    """Few of many experts are used: the table of their pairs overlaps that of all experts."""
+    a, b = leaf("F32", 32, 5, 40), leaf("F32", 32, 1, len(experts), seed=1)
+    got = compute(ops.mul_mat_id(a, b, gg.from_numpy(np.int32(experts)[:, None])), n_threads)
+    want = np.einsum("tmk,tk->tm", a.numpy()[0][experts].astype(np.float64), b.numpy()[0, :, 0])
+    assert np.allclose(got[0, :, 0], want, rtol=0, atol=1e-5)
