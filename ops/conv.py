@@ -173,8 +173,9 @@ def conv_2d_dw_direct(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, 
 def _(node, a, b):
     p = node.params
     found = patches((*node.src[0].ne[:2], 1), b[:, :, None], ((p.s0, p.p0, p.d0), (p.s1, p.p1, p.d1), (1, 0, 1)))
-    return np.einsum("nyxck,ock->noyx", found[:, 0, :, :, :, 0].reshape(*found.shape[:1], *found.shape[2:5], -1),
-                     a.reshape(*a.shape[:2], -1))  # fmt: skip
+    size = a.shape[2] * a.shape[3]
+    rows = found[:, 0, :, :, :, 0].reshape(*found.shape[:1], *found.shape[2:5], size)
+    return np.einsum("nyxck,ock->noyx", rows, a.reshape(*a.shape[:2], size))
 
 
 @CONV_3D.reference
@@ -182,7 +183,8 @@ def _(node, a, b):
     p, sizes = node.params, node.src[0].ne[:3]
     volumes = b.reshape(p.n_batch, p.n_channels, *b.shape[1:])
     found = patches(sizes, volumes, ((p.s0, p.p0, p.d0), (p.s1, p.p1, p.d1), (p.s2, p.p2, p.d2)))
-    return np.einsum("nzyxk,ok->nozyx", found.reshape(*found.shape[:4], -1), a.reshape(p.n_out, -1))
+    size = int(np.prod(found.shape[4:]))
+    return np.einsum("nzyxk,ok->nozyx", found.reshape(*found.shape[:4], size), a.reshape(p.n_out, size))
 
 
 @CONV_2D_DW.reference

@@ -273,7 +273,7 @@ def _im2col(node, kernel_ne, image):
     elif n_dims == 2:
         image = image[:, :, None]
     else:
-        image = image.reshape(-1, node.params.n_channels, *image.shape[1:])
+        image = image.reshape(image.shape[0] // node.params.n_channels, node.params.n_channels, *image.shape[1:])
     sizes = (*kernel_ne[:n_dims], *(1,) * (3 - n_dims))
     return patches(sizes, image, ksp)
 

@@ -85,13 +85,13 @@ def cross_entropy_loss_back(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _soft_max(x):
-    e = np.exp(x - x.max(-1, keepdims=True))
+    e = np.exp(x - x.max(-1, keepdims=True, initial=-np.inf))
     return e / e.sum(-1, keepdims=True)
 
 
 @CROSS_ENTROPY_LOSS.reference
 def _(node, a, b):
-    x = a - a.max(-1, keepdims=True)
+    x = a - a.max(-1, keepdims=True, initial=-np.inf)
     return -(b * (x - np.log(np.exp(x).sum(-1, keepdims=True)))).sum() / node.src[0].nrows
 
 
