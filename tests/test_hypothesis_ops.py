@@ -138,6 +138,7 @@ def check(node, n_threads):
     graph = Graph(256).build_forward_expand(node)
     views = [t for t in graph.nodes if t.op.name == "view"]
     assume(all(t.src[0].is_contiguous for t in views))  # else they may show gaps
+    assume(all(n % t.type.type_size == 0 for t in views for n in (*t.nb, t.params.offset)))  # bytes of another type
     assume(not any(overlaps(t.ne, t.nb, t.type.type_size) for t in views) or node.view_src is None)
     known = {t: values_of(t) for t in [*graph.leafs, *graph.nodes] if t.op is NONE}
     largest = max((float(np.abs(v[np.isfinite(v)]).max(initial=0)) for v in known.values()), default=0.0)
