@@ -3,8 +3,7 @@
 Three kernels, chosen by layout; each is made for a pair of types:
 
     runs        both sides have contiguous rows, of any lengths: bytes are moved or vectors converted, at memory speed
-    transpose   the source's dimension 1 is contiguous, the target's dimension 0: tiles of 16 x 16, in registers where
-                the types are equal
+    transpose   the source's dimension 1 is contiguous, the target's dimension 0: tiles of 16 x 16 in registers
     elements    anything else, one element at a time
 
 Conversions are those of ops/lib/convert.py: between F32, F16 and BF16; F32 and I32; quantized to F32; F32, F16 and
@@ -19,13 +18,14 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
-from ggjit.jit import kernel, lazy_module
+from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op, element_nbytes
 from ggjit.ops.views import as_dims
 from ggjit.tensor import Tensor, encode, new_node, view_tensor
 from ggjit.types import Type
 
 convert = lazy_module("ggjit.ops.lib.convert")
+prefetch = lazy_module("ggjit.ops.lib.prefetch")
 rows = lazy_module("ggjit.ops.lib.rows")
 
 __all__ = ["cast", "cont", "cont_1d", "cont_2d", "cont_3d", "cont_4d", "cpy", "dup"]
@@ -34,6 +34,9 @@ DUP = Op("dup", id=1)
 CPY = Op("cpy", id=34)
 CONT = Op("cont", id=35)
 TILE = 16
+ROWS_AHEAD = 8  # rows with gaps between them from the one that is read to the one that is asked for
+STRIP = 128  # rows of the target that are made together, so that of a source row several lines are read
+AHEAD = 32  # source rows from the one that is read to the one that is asked for
 
 
 # --- builders ---------------------------------------------------------------------------------------------------------
@@ -216,6 +219,8 @@ def make_copy_runs(row, unit: int, blck0: int, size0: int, blck: int, size: int)
         if packed and rows.packed(src0_ne, src0_nb, np.int64(blck0), np.int64(size0)):
             row(dst, k // blck * size, src0, k // blck0 * size0, end - k, work, scratch)
             return
+        nbytes = ne00 // blck0 * size0  # of rows that lie apart, short or slow to convert: the CPU foresees them not
+        far = src0_nb[1] > nbytes + 64 and (nbytes <= 256 or size0 != size)
         i0, j0 = k % ne0, k % ne00
         i1, i2, i3 = rows.position(dst_ne, k // ne0)
         j1, j2, j3 = rows.position(src0_ne, k // ne00)
@@ -224,7 +229,10 @@ def make_copy_runs(row, unit: int, blck0: int, size0: int, blck: int, size: int)
             if end - k < n:
                 n = end - k
             to = rows.offset(dst_nb, i1, i2, i3) + i0 // blck * size
-            row(dst, to, src0, rows.offset(src0_nb, j1, j2, j3) + j0 // blck0 * size0, n, work, scratch)
+            at = rows.offset(src0_nb, j1, j2, j3) + j0 // blck0 * size0
+            if far:
+                prefetch.span(src0, at + ROWS_AHEAD * src0_nb[1], n // blck0 * size0)
+            row(dst, to, src0, at, n, work, scratch)
             k, i0, j0 = k + n, i0 + n, j0 + n
             if i0 == ne0:
                 i0 = 0
@@ -242,30 +250,42 @@ def make_transpose(element, tile, size0: int, size: int):
 
     Args:
         element: helper that converts one element.
-        tile: helper that moves 16 x 16 elements of equal types; None: one at a time.
+        tile: helper that moves 16 x 16 elements; None: one at a time.
         size0: bytes of an element of the source.
         size: bytes of an element of the target.
     """
     by_tiles = tile is not None
 
+    @jitted
+    def block(dst, to, dst_step, src, at, src_step, n0, n1):
+        """n0 x n1 elements, at most a tile."""
+        if by_tiles and n0 == TILE and n1 == TILE:
+            tile(dst, to, dst_step, src, at, src_step)
+        else:
+            for i1 in range(n1):
+                for i0 in range(n0):
+                    element(dst, to + i1 * dst_step + size * i0, src, at + i0 * src_step + size0 * i1)
+
     @kernel
     def copy_transposed(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
-        ne0, ne1 = dst_ne[0], dst_ne[1]
-        strips = (ne1 + TILE - 1) // TILE
+        """Strips of rows of the target; of each source row that is touched some lines, asked for ahead."""
+        ne0, ne1, src_step = dst_ne[0], dst_ne[1], src0_nb[0]
+        strips = (ne1 + STRIP - 1) // STRIP
         n = strips * dst_ne[2] * dst_ne[3]
         for strip in range(n * ith // nth, n * (ith + 1) // nth):
-            i2, i3, first = strip // strips % dst_ne[2], strip // strips // dst_ne[2], strip % strips * TILE
-            last = first + TILE if first + TILE < ne1 else ne1
-            to = rows.offset(dst_nb, first, i2, i3)
-            at = rows.offset(src0_nb, 0, i2, i3) + size0 * first
+            i2, i3, first = strip // strips % dst_ne[2], strip // strips // dst_ne[2], strip % strips * STRIP
+            last = first + STRIP if first + STRIP < ne1 else ne1
+            to, at = rows.offset(dst_nb, first, i2, i3), rows.offset(src0_nb, 0, i2, i3) + size0 * first
             for begin in range(0, ne0, TILE):
-                end = begin + TILE if begin + TILE < ne0 else ne0
-                if by_tiles and last - first == TILE and end - begin == TILE:
-                    tile(dst, to + size * begin, dst_nb[1], src0, at + begin * src0_nb[0], src0_nb[0])
-                else:
-                    for i1 in range(last - first):
-                        for i0 in range(begin, end):
-                            element(dst, to + i1 * dst_nb[1] + size * i0, src0, at + i0 * src0_nb[0] + size0 * i1)
+                n0 = TILE if begin + TILE < ne0 else ne0 - begin
+                for i in range(AHEAD, AHEAD + TILE):
+                    prefetch.span(src0, at + (begin + i) * src_step, size0 * (last - first))
+                for i in range(0, last - first, TILE):
+                    n1 = TILE if first + i + TILE < last else last - first - i
+                    block(
+                        dst, to + i * dst_nb[1] + size * begin, dst_nb[1], src0, at + size0 * i + begin * src_step,
+                        src_step, n0, n1,
+                    )  # fmt: skip
 
     return copy_transposed
 
@@ -312,7 +332,7 @@ def _select(node):
     if element is None:
         return None
     if node.ne == a.ne and a.nb[1] == s.type_size and node.nb[0] == d.type_size:
-        return make_transpose(element, convert.tile(s.type_size) if s is d else None, s.type_size, d.type_size)
+        return make_transpose(element, convert.tile(s.name, d.name), s.type_size, d.type_size)
     return make_copy_elements(element)
 
 

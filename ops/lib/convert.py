@@ -49,18 +49,45 @@ def move(typingctx, dst, to, src, at, nbytes):
     return numba_types.void(dst, i64, src, i64, i64), codegen
 
 
-def _make_tile(bits):
+def _as_bits(b, value, source, target):
+    """A vector of one plain type's bits as those of another: equal sizes as they are, floats rounded."""
+    if memory.SIZES[source] == memory.SIZES[target] and (source == target or {source, target} - {*_FLOATS}):
+        return value
+    f32 = ir.VectorType(ir.FloatType(), value.type.count)
+    widen = {"F32": lambda b, v: b.bitcast(v, f32), "F16": memory.f16_to_f32, "BF16": memory.bf16_to_f32}
+    narrow = {
+        "F32": lambda b, v: b.bitcast(v, memory.integer_vector(v.type, 32)),
+        "F16": memory.f32_to_f16,
+        "BF16": memory.f32_to_bf16,
+    }
+    return narrow[target](b, widen[source](b, value))
+
+
+@functools.cache
+def tile(source, target):
+    """Helper (dst, to, dst_step, src, at, src_step) that transposes 16 x 16 elements; None if there is none.
+
+    Rows of the source lie src_step bytes apart, those of the target dst_step. Types are given by name; floats are
+    converted while they have the smaller size.
+    """
+    if source != target and not {source, target} <= {*_FLOATS}:
+        return None
+    size0, size = memory.SIZES[source], memory.SIZES[target]
+    between = target if size < size0 else source
+
     @intrinsic
     def transpose_tile(typingctx, dst, to, dst_step, src, at, src_step):
-        """Transpose 16 x 16 elements: 16 rows src_step bytes apart to 16 rows dst_step bytes apart."""
+        """Transpose 16 x 16 elements."""
 
         def codegen(context, b, signature, args):
             dst, to, dst_step, src, at, src_step = args
-            vector, i64, i32 = ir.VectorType(ir.IntType(bits), 16), ir.IntType(64), ir.IntType(32)
+            i64, i32 = ir.IntType(64), ir.IntType(32)
+            read, written = (ir.VectorType(ir.IntType(8 * n), 16) for n in (size0, size))
             r = []
             for i in range(16):
                 offset = b.add(at, b.mul(src_step, i64(i)))
-                r.append(b.load(pointer(context, b, signature.args[3], src, offset, vector), align=bits // 8))
+                value = b.load(pointer(context, b, signature.args[3], src, offset, read), align=size0)
+                r.append(_as_bits(b, value, source, between))
             for d in (8, 4, 2, 1):  # swap the blocks of d x d elements beside the diagonal of each 2d x 2d block
                 low = ir.Constant(ir.VectorType(i32, 16), [j if not j & d else 16 + j - d for j in range(16)])
                 high = ir.Constant(ir.VectorType(i32, 16), [j + d if not j & d else 16 + j for j in range(16)])
@@ -70,21 +97,14 @@ def _make_tile(bits):
                         r[i], r[i + d] = b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)
             for i in range(16):
                 offset = b.add(to, b.mul(dst_step, i64(i)))
-                b.store(r[i], pointer(context, b, signature.args[0], dst, offset, vector), align=bits // 8)
+                value = _as_bits(b, r[i], between, target)
+                b.store(value, pointer(context, b, signature.args[0], dst, offset, written), align=size)
             return context.get_dummy_value()
 
         i64 = numba_types.int64
         return numba_types.void(dst, i64, i64, src, i64, i64), codegen
 
     return transpose_tile
-
-
-_TILES = {2: _make_tile(16), 4: _make_tile(32)}
-
-
-def tile(size):
-    """Helper (dst, to, dst_step, src, at, src_step) that transposes 16 x 16 elements of `size` bytes, or None."""
-    return _TILES.get(size)
 
 
 @functools.cache
