@@ -258,7 +258,9 @@ def test_rules():
 # ---- rows ----
 
 
-@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q6_K", "Q4_K"])
+@pytest.mark.parametrize(
+    "name", ["F32", "F16", "BF16", "Q4_0", *(pytest.param(n, marks=pytest.mark.full) for n in ("Q6_K", "Q4_K"))]
+)
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_rows(name, n_threads):
     kind, x = types.by_name(name), np.random.default_rng(4).standard_normal((7, 512)).astype(np.float32)

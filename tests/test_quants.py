@@ -15,6 +15,7 @@ from ggjit.ops.lib import panel
 TYPES = [t.name for t in types.all_types() if t.is_quantized and t.quant is not None]
 ENCODED = [name for name in TYPES if name not in NO_QUANTIZER]
 TERNARY = ("TQ1_0", "TQ2_0", "Q2_0")
+QUICK = ("Q4_0", "Q5_1", "Q4_K", "IQ2_S", "TQ1_0")  # the coders of the others take long to compile: full runs
 ONE = [1, 1, 1, 1]
 
 
@@ -71,7 +72,7 @@ def test_round_trip(name):
     )
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in TYPES])
 def test_compiled_as_numpy(name):
     t = types.by_name(name)
     x = random_values(2, 512)

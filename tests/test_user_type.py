@@ -210,9 +210,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("minimum_16", "table") else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [n if n == "minimum_16" else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS])
 def test_layouts(name):
     """One byte a code, at most 4 scales and minimums of a byte: 72 bytes for 64 weights, packed to so many bits."""
     layout, value = LAYOUTS[name]
@@ -235,6 +233,7 @@ def test_layouts(name):
         assert error(y.astype(np.float64) @ want.T, got) < 1e-3
 
 
+@pytest.mark.full
 def test_a_name_again_replaces_the_type():
     kind = {"bits": 8, "offset": 128, "quantize": no_quantize, "code": byte_code}
     first = gg.register_type("AGAIN", 64, 72, scale=byte_scale, **kind)
