@@ -12,7 +12,8 @@ with x = (i + 0.5) / scale - 0.5; with aligned corners scale is (ne_out - 1) / (
 beyond an edge are those at the edge. Dimensions 2 and 3 are always nearest.
 
 The kernel makes a table of places and weights for dimension 0 once a thread; a row of the result is the weighted sum of
-source rows, 16 elements at a time, then of elements of that sum. The gradient is the transposed map: mat-muls.
+source rows, 16 elements at a time, then of elements of that sum. Nearest has a kernel of its own. The gradient is the
+transposed map: mat-muls.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ggjit.ops.mul_mat import mul_mat
 from ggjit.ops.views import permute
 from ggjit.tensor import Tensor, from_numpy, new_node
 
+convert = lazy_module("ggjit.ops.lib.convert")
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
 staging = lazy_module("ggjit.ops.lib.staging")
@@ -250,7 +252,40 @@ def upscale_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, it
         i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
 
 
-UPSCALE.kernel(lambda node: upscale_f32)
+@kernel
+def upscale_nearest_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
+    """Scratch of a thread: offsets of a row's elements. A row that takes from the same one as that before is copied."""
+    mode, ne0 = np.int64(op_params[0]), dst_ne[0]
+    less_0 = np.int64(1 if mode & ALIGN_CORNERS != 0 and src0_ne[0] > 1 and ne0 > 1 else 0)
+    less_1 = np.int64(1 if mode & ALIGN_CORNERS != 0 and src0_ne[1] > 1 and dst_ne[1] > 1 else 0)
+    offsets, taken = COUNTER_LINE + 4 * ne0 * ith, np.int64(-1)
+    for i0 in range(ne0):
+        index = min(nearest(i0, src0_ne[0] - less_0, ne0 - less_0), src0_ne[0] - 1)
+        memory.store_i32(work, offsets + 4 * i0, np.int32(index * src0_nb[0]))
+    first, last = rows.whole(dst_ne, ith, nth)
+    i1, i2, i3 = rows.position(dst_ne, first)
+    for _ in range(first, last):
+        j1 = min(nearest(i1, src0_ne[1] - less_1, dst_ne[1] - less_1), src0_ne[1] - 1)
+        j2 = min(nearest(i2, src0_ne[2], dst_ne[2]), src0_ne[2] - 1)
+        j3 = min(nearest(i3, src0_ne[3], dst_ne[3]), src0_ne[3] - 1)
+        to, at = rows.offset(dst_nb, i1, i2, i3), rows.offset(src0_nb, j1, j2, j3)
+        if at == taken:
+            convert.move(dst, to, dst, to - dst_nb[1], 4 * ne0)
+        else:
+            for i0 in range(ne0):
+                x = memory.load_f32(src0, at + memory.load_i32(work, offsets + 4 * i0))
+                memory.store_f32(dst, to + 4 * i0, x)
+        taken = at
+        i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
+
+
+def _is_nearest(node: Tensor) -> bool:
+    """Is it plainly nearest, of a source whose rows span less than 2 GiB?"""
+    a = node.src[0]
+    return node.params.mode & 0xFF == NEAREST and not node.params.mode & ANTIALIAS and a.ne[0] * a.nb[0] < 1 << 31
+
+
+UPSCALE.kernel(lambda node: upscale_nearest_f32 if _is_nearest(node) else upscale_f32)
 
 
 def _n_taps(node: Tensor, d: int) -> int:
@@ -263,6 +298,8 @@ def _n_taps(node: Tensor, d: int) -> int:
 
 @UPSCALE.work_size
 def _(node, nth):
+    if _is_nearest(node):
+        return 4 * node.ne[0] * nth
     ne00, ne0 = node.src[0].ne[0], node.ne[0]
     return nth * (8 * ne00 + 8 * _n_taps(node, 1) + ne0 * (8 + 8 * _n_taps(node, 0)))
 

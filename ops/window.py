@@ -196,23 +196,41 @@ def make_row(type_name: str):
 
 
 @functools.cache
+def make_run():
+    """Jitted (dst, to, src, at, src_nb, n, n_rows): f32 rows of n elements to contiguous ones."""
+    row = make_row("F32")
+
+    @jitted
+    def run(dst, to, src, at, src_nb, n, n_rows):
+        if src_nb[0] == 4 and src_nb[1] == 4 * n:
+            convert.move(dst, to, src, at, 4 * n * n_rows)
+        else:
+            for i in range(n_rows):
+                row(dst, to + 4 * n * i, src, at + i * src_nb[1], src_nb[0], n)
+
+    return run
+
+
+@functools.cache
 def make_win_part():
     """Kernel of win_part: rows of C elements."""
-    row = make_row("F32")
+    run = make_run()
 
     @kernel
     def win_part_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         n_x, w = np.int64(op_params[0]), np.int64(op_params[2])
-        first, last = rows.whole(dst_ne, ith, nth)
-        i1, i2, i3 = rows.position(dst_ne, first)
-        for _ in range(first, last):
+        k, last = rows.whole(dst_ne, ith, nth)
+        i1, i2, i3 = rows.position(dst_ne, k)
+        while k < last:  # a run of rows inside a window
             x, y, to = i3 % n_x * w + i1, i3 // n_x * w + i2, rows.offset(dst_nb, i1, i2, i3)
-            if x < src0_ne[1] and y < src0_ne[2]:
-                row(dst, to, src0, x * src0_nb[1] + y * src0_nb[2], src0_nb[0], dst_ne[0])
-            else:
-                for i in range(dst_ne[0]):
-                    memory.store_f32(dst, to + 4 * i, np.float32(0))
-            i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
+            n = min(dst_ne[1] - i1, last - k)
+            inside = 0 if y >= src0_ne[2] else min(n, src0_ne[1] - x)
+            inside = inside if inside > 0 else 0
+            run(dst, to, src0, x * src0_nb[1] + y * src0_nb[2], src0_nb, dst_ne[0], inside)
+            for i in range(4 * inside * dst_ne[0], 4 * n * dst_ne[0], 4):
+                memory.store_f32(dst, to + i, np.float32(0))
+            k += n
+            i1, i2, i3 = rows.following(dst_ne, i1 + n - 1, i2, i3)
 
     return win_part_rows
 
@@ -220,18 +238,21 @@ def make_win_part():
 @functools.cache
 def make_win_unpart():
     """Kernel of win_unpart: rows of C elements."""
-    row = make_row("F32")
+    run = make_run()
 
     @kernel
     def win_unpart_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         w = np.int64(op_params[0])
         n_x = (dst_ne[1] + w - 1) // w
-        first, last = rows.whole(dst_ne, ith, nth)
-        i1, i2, i3 = rows.position(dst_ne, first)
-        for _ in range(first, last):
-            at = i1 % w * src0_nb[1] + i2 % w * src0_nb[2] + (i2 // w * n_x + i1 // w) * src0_nb[3]
-            row(dst, rows.offset(dst_nb, i1, i2, i3), src0, at, src0_nb[0], dst_ne[0])
-            i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
+        k, last = rows.whole(dst_ne, ith, nth)
+        i1, i2, i3 = rows.position(dst_ne, k)
+        while k < last:  # a run of rows inside a window
+            x = i1 % w
+            n = min(w - x, dst_ne[1] - i1, last - k)
+            at = x * src0_nb[1] + i2 % w * src0_nb[2] + (i2 // w * n_x + i1 // w) * src0_nb[3]
+            run(dst, rows.offset(dst_nb, i1, i2, i3), src0, at, src0_nb, dst_ne[0], n)
+            k += n
+            i1, i2, i3 = rows.following(dst_ne, i1 + n - 1, i2, i3)
 
     return win_unpart_rows
 
