@@ -137,7 +137,12 @@ class Leafs(CaseInputs):
         if found.is_quantized and n_rows * ne[0] > PATTERN:
             made = next(p for p in (61, 31, 13, 7, 5, 3, 2, 1) if p * ne[0] <= PATTERN or p == 1)
         values = self.rng.random((made, ne[0]), np.float32) * np.float32(high - low) + np.float32(low)
-        rows = encode(values, found).view(np.uint8).reshape(made, -1)
+        try:
+            rows = encode(values, found)
+        except ValueError:  # types that are made for a given importance only
+            assert found.quant is not None
+            rows = found.quant.quantize(values, imatrix=np.ones(ne[0], np.float32))
+        rows = rows.view(np.uint8).reshape(made, -1)
         if made < n_rows:
             rows = np.tile(rows, (-(-n_rows // made), 1))[:n_rows]
         return rows.reshape(*shape[:-1], -1)

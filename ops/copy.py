@@ -35,6 +35,7 @@ CPY = Op("cpy", id=34)
 CONT = Op("cont", id=35)
 TILE = 16
 ROWS_AHEAD = 8  # rows with gaps between them from the one that is read to the one that is asked for
+CACHED = 1 << 20  # bytes of a source that are taken to be in a core's cache
 STRIP = 128  # rows of the target that are made together, so that of a source row several lines are read
 AHEAD = 32  # source rows from the one that is read to the one that is asked for
 
@@ -221,6 +222,7 @@ def make_copy_runs(row, unit: int, blck0: int, size0: int, blck: int, size: int)
             return
         nbytes = ne00 // blck0 * size0  # of rows that lie apart, short or slow to convert: the CPU foresees them not
         far = src0_nb[1] > nbytes + 64 and (nbytes <= 256 or size0 != size)
+        far = far and nbytes * src0_ne[1] * src0_ne[2] * src0_ne[3] > CACHED
         i0, j0 = k % ne0, k % ne00
         i1, i2, i3 = rows.position(dst_ne, k // ne0)
         j1, j2, j3 = rows.position(src0_ne, k // ne00)

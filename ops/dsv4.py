@@ -21,6 +21,7 @@ from ggjit.ops.lib.checks import are_f32, require, require_type
 from ggjit.ops.linalg import load_few
 from ggjit.tensor import Tensor, new_node
 
+angles = lazy_module("ggjit.ops.lib.angles")
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
 vec = lazy_module("ggjit.ops.lib.vec")
@@ -214,15 +215,11 @@ def divide(work, to, at, first, step, eps):
 @jitted
 def softmax_rows(dst, to, mixes, at, scale, base):
     """softmax of each row of z = mixes scale + base, without eps."""
-    for row in range(STREAMS):
-        largest = np.float32(-np.inf)
-        for i in range(4 * row, 4 * row + 4):
-            z = vec.fma(memory.load_f32(mixes, at + 4 * (FIRST + i)), scale, memory.load_f32(base, 4 * (FIRST + i)))
-            largest = z if z > largest else largest
-            memory.store_f32(dst, to + 4 * i, z)
-        for i in range(4 * row, 4 * row + 4):
-            memory.store_f32(dst, to + 4 * i, vec.exp(memory.load_f32(dst, to + 4 * i) - largest))
-        divide(dst, to, to, np.int64(16 * row), np.int64(4), np.float32(0))
+    z = vec.fma(vec.load(mixes, at + 4 * FIRST), scale, vec.load(base, 4 * FIRST))  # lane 4 row + column
+    largest = vec.max(z, angles.swap_pairs(z))
+    e = vec.exp(z - vec.max(largest, angles.swap_twos(largest)))
+    total = e + angles.swap_pairs(e)
+    vec.store(dst, to, e / (total + angles.swap_twos(total)))
 
 
 @kernel
@@ -235,11 +232,16 @@ def dsv4_hc_comb_f32(
     for t in range(dst_ne[2] * ith // nth, dst_ne[2] * (ith + 1) // nth):
         to = t * dst_nb[2]
         softmax_rows(dst, to, src0, t * src0_nb[1], scale, src2)
-        vec.store(dst, to, vec.load(dst, to) + eps)
+        x = vec.load(dst, to) + eps  # the whole matrix; lane 4 r + c
         for i in range(1, 2 * n_iter):
-            by_column = i % 2
-            for j in range(STREAMS):
-                divide(dst, to, to, 4 * j if by_column else 16 * j, 16 if by_column else 4, eps)
+            if i % 2:
+                total = x + angles.swap_fours(x)
+                total = total + angles.swap_eights(total)
+            else:
+                total = x + angles.swap_pairs(x)
+                total = total + angles.swap_twos(total)
+            x = x / (total + eps)
+        vec.store(dst, to, x)
 
 
 @kernel

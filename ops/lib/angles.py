@@ -81,15 +81,21 @@ def power(base, exponent):
     return total
 
 
-@intrinsic
-def swap_pairs(typingctx, v):
-    """A vector with lanes 0 and 1, 2 and 3, ... exchanged."""
+def _make_swap(distance):
+    @intrinsic
+    def swap(typingctx, v):
+        """A vector with each lane i exchanged for lane i ^ distance."""
 
-    def codegen(context, b, signature, args):
-        lanes = ir.VectorType(ir.IntType(32), v.lanes)
-        return b.shuffle_vector(args[0], args[0], ir.Constant(lanes, [i ^ 1 for i in range(v.lanes)]))
+        def codegen(context, b, signature, args):
+            lanes = ir.VectorType(ir.IntType(32), v.lanes)
+            return b.shuffle_vector(args[0], args[0], ir.Constant(lanes, [i ^ distance for i in range(v.lanes)]))
 
-    return v(v), codegen
+        return v(v), codegen
+
+    return swap
+
+
+swap_pairs, swap_twos, swap_fours, swap_eights = (_make_swap(d) for d in (1, 2, 4, 8))
 
 
 def _make_twice(first):
