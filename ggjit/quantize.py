@@ -41,13 +41,17 @@ def quantize_rows(
         uint8 [n_rows, row_size].
 
     Raises:
-        ValueError: n is no multiple of the type's block, or the shape of `imatrix` does not fit.
+        ValueError: n is no multiple of the type's block, the shape of `imatrix` does not fit, or the type needs one.
         NotImplementedError: nothing here makes the type.
     """
     if rows.ndim != 2:
         raise ValueError(f"quantize_rows: rows must have 2 dimensions, got {list(rows.shape)}")
     if imatrix is not None and imatrix.shape != (rows.shape[1],):
         raise ValueError(f"quantize_rows: imatrix must have {rows.shape[1]} elements, got {list(imatrix.shape)}")
+    if rows.shape[1] % type.blck_size:
+        raise ValueError(
+            f"quantize_rows: n must be a multiple of {type.blck_size}, the block of {type.name}, got {rows.shape[1]}"
+        )
     out = np.empty((len(rows), types.row_size(type, rows.shape[1])), np.uint8)
     _share(_coder(type, imatrix), np.ascontiguousarray(rows, np.float32), out, rows.shape[1], n_threads)
     return out
@@ -108,6 +112,10 @@ def _coder(type: Type, imatrix: NDArray[np.float32] | None) -> Callable[[Any], A
     if type is types.BF16:
         return _to_bf16
     quant = _quant(type, "make")
+    if quant.needs_imatrix and imatrix is None:
+        raise ValueError(f"quantize_rows: {type.name} must have an importance matrix, got none; give imatrix, f32 [n]")
+    if quant.quantize_weighted is not None and (imatrix is not None or quant.quantize_row is None):
+        return _weighted_coder(quant, imatrix)
     in_numpy = quant.quantize_row is None or imatrix is not None or type.name in _SEARCHED_IN_NUMPY
     return (lambda x: quant.quantize(x, imatrix)) if in_numpy else _row_coder(quant)
 
@@ -129,6 +137,22 @@ def _quant(type: Type, what: str) -> Any:
     if type.quant is None:
         raise NotImplementedError(f"quantize: nothing here can {what} {type.name}")
     return type.quant
+
+
+def _weighted_coder(quant: Any, imatrix: NDArray[np.float32] | None) -> Callable[[Any], Any]:
+    from ggjit.ops.quants.rows_kernel import quantize_weighted
+
+    convert, size, nbytes = _weighted_kernel(quant), quant.type.blck_size, quant.type.type_size
+    return lambda x: quantize_weighted(convert, x, imatrix, x.shape[1] // size * nbytes)
+
+
+@functools.cache
+def _weighted_kernel(quant: Any) -> Any:
+    from ggjit.ops.quants.rows_kernel import weighted_kernel
+
+    made = weighted_kernel(quant)
+    made.address()  # before threads call it
+    return made
 
 
 @functools.cache

@@ -1,10 +1,10 @@
-"""Blocks of quantized types for tests: by the type's quantizer, or random where it has none."""
+"""Blocks of quantized types for tests: by the type's quantizer, or random where that takes long."""
 
 import numpy as np
 
 from ggjit import types
 
-NO_QUANTIZER = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS")
+CODEBOOK = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS")
 
 
 def random_blocks(name, rows, k):
@@ -22,7 +22,7 @@ def random_blocks(name, rows, k):
 
 
 def blocks(name, x):
-    """Bytes of rows of f32; for a type without quantizer as many random blocks."""
-    if name in NO_QUANTIZER:
+    """Bytes of rows of f32; for a type with a codebook as many random blocks."""
+    if name in CODEBOOK:
         return random_blocks(name, *x.shape)
     return types.by_name(name).quant.quantize(x)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ggjit.jit import jitted, lazy_module
+from ggjit.jit import Jitted, jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.quants.grids import grid
 from ggjit.ops.quants.lookup import bytes_as_i32, values
@@ -66,15 +66,6 @@ class Codebook(NamedTuple):
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------------------------
-
-
-def no_quantizer(name: str) -> Callable[..., Bytes]:
-    """What stands for the quantizer of a type that can only be read."""
-
-    def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
-        raise NotImplementedError(f"quantize: {name} can be read only, its values cannot be quantized yet")
-
-    return quantize
 
 
 def with_parity(signs: Bytes) -> Bytes:
@@ -282,9 +273,18 @@ def make_panel(book):
 
 
 def register_codebook(
-    type: Type, book: Codebook, dequantize: Callable[[Bytes], Floats], panel: Panel | None = None
+    type: Type,
+    book: Codebook,
+    quantize: Callable[..., Bytes],
+    dequantize: Callable[[Bytes], Floats],
+    quantize_weighted: Jitted,
+    panel: Panel | None = None,
+    needs_imatrix: bool = False,
 ) -> Quant:
-    """Make a type's code known; its panel is that of codes unless one is given."""
+    """Make a type's code known; its panel is that of codes unless one is given.
+
+    Nothing is quantized to it while a graph runs: that takes a long search.
+    """
     size = type.blck_size
     dequantize_blocks = make_dequantize_blocks(book)
 
@@ -292,7 +292,12 @@ def register_codebook(
     def dequantize_row(src, src_offs, dst, dst_offs, n):
         dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // size)
 
-    return register(Quant(type, no_quantizer(type.name), dequantize, None, dequantize_row, panel or make_panel(book)))
+    return register(
+        Quant(
+            *(type, quantize, dequantize, None, dequantize_row, panel or make_panel(book), True),
+            *(quantize_weighted, needs_imatrix),
+        )
+    )
 
 
 def table_of(name: str) -> bytes:

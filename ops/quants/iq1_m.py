@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.jit import jitted, lazy_module
 from ggjit.ops.quants.codebook import (
     IQ1_VALUES,
     Codebook,
@@ -25,13 +26,30 @@ from ggjit.ops.quants.codebook import (
     register_codebook,
     table_of,
 )  # fmt: skip
+from ggjit.ops.quants.grid_search import Found, GridSearch, fit_blocks, geometric, joined_halves
+from ggjit.ops.quants.grid_search_rows import ENTRIES, MARKS, make_quantize_weighted, scale, word
 from ggjit.ops.quants.grids import grid
-from ggjit.ops.quants.quant import Bytes, Floats, from_bytes
+from ggjit.ops.quants.quant import Bytes, Floats, f16_bytes, from_bytes, to_blocks
 
+memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("IQ1_M")
 NBYTES, HIGH, SCALES = 56, 32, 48
 assert (TYPE.blck_size, TYPE.type_size) == (256, 32 + 16 + 8)
 THREES = np.array([0, 3, 6, 9], np.uint16)
+SEARCH = GridSearch("IQ1_S", ((-7, 1, 9), (-9, -1, 7)), 0.125, 2, 8, False, 1, geometric(8.4, 20.8, 4), factors=1)
+
+
+def join(found: Found) -> Bytes:
+    """Bytes of blocks."""
+    low, high = found.entries.astype(np.uint8), (found.entries >> 8).astype(np.uint8) | found.marks << 3
+    d = np.ascontiguousarray(f16_bytes(found.d)).view("<u2") >> np.array([0, 4, 8, 12], np.uint16) & 15
+    words = d << 12 | (found.k.reshape(-1, 4, 4).astype(np.uint16) << THREES).sum(2, dtype=np.uint16)
+    return np.concatenate([low, joined_halves(high.astype(np.uint8)), words.astype("<u2").view(np.uint8)], 1)
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows, by the search of `ggjit.ops.quants.grid_search`."""
+    return join(fit_blocks(SEARCH, to_blocks(x, 256), imatrix)).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -71,5 +89,24 @@ def d_bits(e, x):
     return e.b.trunc(out, emit.I16)
 
 
+@jitted
+def store(found, d, dst, y):
+    """What was found to a block."""
+    for o in range(0, 32, 2):
+        high = 0
+        for k in range(2):
+            entry = word(found, ENTRIES, o + k)
+            memory.store_u8(dst, y + o + k, entry & 255)
+            high |= (entry >> 8 | word(found, MARKS, o + k) << 3) << 4 * k
+        memory.store_u8(dst, y + HIGH + o // 2, high)
+    memory.store_f16(dst, y + SCALES, d)
+    bits_of_d = np.int64(memory.load_u16(dst, y + SCALES))
+    for k in range(4):
+        scales = (bits_of_d >> 4 * k & 15) << 12
+        for g in range(4):
+            scales |= scale(found, 4 * k + g) << 3 * g
+        memory.store_u16(dst, y + SCALES + 2 * k, scales)
+
+
 BOOK = Codebook("IQ1_M", NBYTES, table_of("IQ1_S"), 8, IQ1_VALUES, 0.125, words, scales, d_bits, 2)
-register_codebook(TYPE, BOOK, dequantize)
+register_codebook(TYPE, BOOK, quantize, dequantize, make_quantize_weighted(SEARCH, NBYTES, store))

@@ -30,8 +30,10 @@ from ggjit.ops.quants.codebook import (
     register_codebook,
     table_of,
 )  # fmt: skip
+from ggjit.ops.quants.grid_search import Found, GridSearch, fit_blocks, geometric
+from ggjit.ops.quants.grid_search_rows import ENTRIES, MARKS, make_quantize_weighted, scale, word
 from ggjit.ops.quants.grids import grid
-from ggjit.ops.quants.quant import Bytes, Floats, Panel, from_bytes, load_f16
+from ggjit.ops.quants.quant import Bytes, Floats, Panel, f16_bytes, from_bytes, load_f16, need_imatrix, to_blocks
 from ggjit.ops.quants.two_bits import field_runs
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -39,6 +41,21 @@ TYPE = types.by_name("IQ1_S")
 NBYTES, HIGH = 50, 34
 assert (TYPE.blck_size, TYPE.type_size) == (256, 2 + 32 + 16)
 TABLE = table_of("IQ1_S")
+SEARCH = GridSearch("IQ1_S", ((-7, 1, 9), (-9, -1, 7)), 0.125, 4, 8, False, 4, geometric(8.4, 20.8, 4), factors=1)
+
+
+def join(found: Found) -> Bytes:
+    """Bytes of blocks."""
+    low, high = found.entries.astype(np.uint8), (found.entries >> 8).reshape(-1, 8, 4)
+    high = (high << np.array([0, 3, 6, 9], np.uint16)).sum(2, dtype=np.uint16)
+    high |= (found.k.astype(np.uint16) | found.marks[:, ::4].astype(np.uint16) << 3) << 12
+    return np.concatenate([f16_bytes(found.d), low, high.astype("<u2").view(np.uint8)], 1)
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows, by the search of `ggjit.ops.quants.grid_search`."""
+    need_imatrix(TYPE, imatrix)
+    return join(fit_blocks(SEARCH, to_blocks(x, 256), imatrix)).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -86,8 +103,8 @@ def pack(e, x, to, row):
         for f in range(1, 4):
             more = points(e, x, 4 * half + f, table)
             operands = [joined(e, q, w, 2 * f) for q, w in zip(operands, more, strict=True)]
-        for g, word in enumerate(operands):
-            e.store_value(of_word, at + 32 + 64 * g, word)
+        for g, operand in enumerate(operands):
+            e.store_value(of_word, at + 32 + 64 * g, operand)
 
 
 @jitted
@@ -112,6 +129,19 @@ def runs(e, w, step):
     return field_runs(e, w, 32, factors, None, minimums)
 
 
+@jitted
+def store(found, d, dst, y):
+    """What was found to a block."""
+    memory.store_f16(dst, y, d)
+    for r in range(8):
+        high = (scale(found, r) | word(found, MARKS, 4 * r) << 3) << 12
+        for o in range(4):
+            entry = word(found, ENTRIES, 4 * r + o)
+            memory.store_u8(dst, y + 2 + 4 * r + o, entry & 255)
+            high |= entry >> 8 << 3 * o
+        memory.store_u16(dst, y + HIGH + 2 * r, high)
+
+
 BOOK = Codebook("IQ1_S", NBYTES, TABLE, 8, IQ1_VALUES, 0.125, words, scales, load_d, 1)
 PANEL = Panel(256, 1120, 3, pack_block, runs, steps=2, minimum=True)
-register_codebook(TYPE, BOOK, dequantize, PANEL)
+register_codebook(TYPE, BOOK, quantize, dequantize, make_quantize_weighted(SEARCH, NBYTES, store), PANEL, True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.jit import jitted, lazy_module
 from ggjit.ops.quants.codebook import (
     IQ2_VALUES,
     Codebook,
@@ -29,12 +30,28 @@ from ggjit.ops.quants.codebook import (
     sign_of,
     table_of,
 )  # fmt: skip
+from ggjit.ops.quants.grid_search import Found, GridSearch, fit_blocks, geometric, joined_halves
+from ggjit.ops.quants.grid_search_rows import ENTRIES, MARKS, make_quantize_weighted, scale, word
 from ggjit.ops.quants.grids import grid
-from ggjit.ops.quants.quant import Bytes, Floats, from_bytes, load_f16
+from ggjit.ops.quants.quant import Bytes, Floats, f16_bytes, from_bytes, load_f16, to_blocks
 
+memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("IQ2_S")
 NBYTES, SIGNS, HIGH, SCALES = 82, 34, 66, 74
 assert (TYPE.blck_size, TYPE.type_size) == (256, 2 + 32 + 32 + 8 + 8)
+SEARCH = GridSearch("IQ2_S", ((8, 25, 43),), 0.125, 2, 16, False, 0, geometric(28, 90, 8))
+
+
+def join(found: Found) -> Bytes:
+    """Bytes of blocks."""
+    low, high = found.entries.astype(np.uint8), (found.entries >> 8).astype(np.uint8).reshape(-1, 8, 4)
+    high = (high << np.array([0, 2, 4, 6], np.uint8)).sum(2, dtype=np.uint8)
+    return np.concatenate([f16_bytes(found.d), low, found.marks, high, joined_halves(found.k)], 1)
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows, by the search of `ggjit.ops.quants.grid_search`."""
+    return join(fit_blocks(SEARCH, to_blocks(x, 256), imatrix)).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -63,5 +80,20 @@ def scales(e, x, run):
     return [bits(e, v, 0, 4), bits(e, v, 4, 4)]
 
 
+@jitted
+def store(found, d, dst, y):
+    """What was found to a block."""
+    memory.store_f16(dst, y, d)
+    for r in range(8):
+        high = 0
+        for o in range(4):
+            entry = word(found, ENTRIES, 4 * r + o)
+            memory.store_u8(dst, y + 2 + 4 * r + o, entry & 255)
+            memory.store_u8(dst, y + SIGNS + 4 * r + o, word(found, MARKS, 4 * r + o))
+            high |= entry >> 8 << 2 * o
+        memory.store_u8(dst, y + HIGH + r, high)
+        memory.store_u8(dst, y + SCALES + r, scale(found, 2 * r) | scale(found, 2 * r + 1) << 4)
+
+
 BOOK = Codebook("IQ2_S", NBYTES, table_of("IQ2_S"), 8, IQ2_VALUES, 0.125, words, scales, load_d, 2)
-register_codebook(TYPE, BOOK, dequantize)
+register_codebook(TYPE, BOOK, quantize, dequantize, make_quantize_weighted(SEARCH, NBYTES, store))

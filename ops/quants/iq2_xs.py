@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.jit import jitted, lazy_module
 from ggjit.ops.quants.codebook import (
     IQ2_VALUES,
     Codebook,
@@ -28,12 +29,28 @@ from ggjit.ops.quants.codebook import (
     table_of,
     with_parity,
 )  # fmt: skip
+from ggjit.ops.quants.grid_search import Found, GridSearch, fit_blocks, geometric, joined_halves
+from ggjit.ops.quants.grid_search_rows import ENTRIES, MARKS, make_quantize_weighted, scale, word
 from ggjit.ops.quants.grids import grid
-from ggjit.ops.quants.quant import Bytes, Floats, from_bytes, load_f16
+from ggjit.ops.quants.quant import Bytes, Floats, f16_bytes, from_bytes, load_f16, need_imatrix, to_blocks
 
+memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("IQ2_XS")
 NBYTES, SCALES = 74, 66
 assert (TYPE.blck_size, TYPE.type_size) == (256, 2 + 32 * 2 + 8)
+SEARCH = GridSearch("IQ2_XS", ((8, 25, 43),), 0.125, 2, 16, True, 0, geometric(28, 90, 8))
+
+
+def join(found: Found) -> Bytes:
+    """Bytes of blocks."""
+    octets = (found.entries | found.marks.astype(np.uint16) << 9).astype("<u2").view(np.uint8)
+    return np.concatenate([f16_bytes(found.d), octets, joined_halves(found.k)], 1)
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows, by the search of `ggjit.ops.quants.grid_search`."""
+    need_imatrix(TYPE, imatrix)
+    return join(fit_blocks(SEARCH, to_blocks(x, 256), imatrix)).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -62,5 +79,15 @@ def scales(e, x, run):
     return [bits(e, v, 0, 4), bits(e, v, 4, 4)]
 
 
+@jitted
+def store(found, d, dst, y):
+    """What was found to a block."""
+    memory.store_f16(dst, y, d)
+    for o in range(32):
+        memory.store_u16(dst, y + 2 + 2 * o, word(found, ENTRIES, o) | (word(found, MARKS, o) & 127) << 9)
+    for r in range(8):
+        memory.store_u8(dst, y + SCALES + r, scale(found, 2 * r) | scale(found, 2 * r + 1) << 4)
+
+
 BOOK = Codebook("IQ2_XS", NBYTES, table_of("IQ2_XS"), 8, IQ2_VALUES, 0.125, words, scales, load_d, 2)
-register_codebook(TYPE, BOOK, dequantize)
+register_codebook(TYPE, BOOK, quantize, dequantize, make_quantize_weighted(SEARCH, NBYTES, store), needs_imatrix=True)

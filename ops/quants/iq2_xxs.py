@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.jit import jitted, lazy_module
 from ggjit.ops.quants.codebook import (
     IQ2_VALUES,
     Codebook,
@@ -27,13 +28,29 @@ from ggjit.ops.quants.codebook import (
     table_of,
     with_parity,
 )  # fmt: skip
+from ggjit.ops.quants.grid_search import Found, GridSearch, fit_blocks, geometric, sign_words
+from ggjit.ops.quants.grid_search_rows import ENTRIES, make_quantize_weighted, store_sign_word, word
 from ggjit.ops.quants.grids import grid
-from ggjit.ops.quants.quant import Bytes, Floats, from_bytes, load_f16
+from ggjit.ops.quants.quant import Bytes, Floats, f16_bytes, from_bytes, load_f16, need_imatrix, to_blocks
 
+memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("IQ2_XXS")
 NBYTES = 66
 assert (TYPE.blck_size, TYPE.type_size) == (256, 2 + 8 * (4 + 4))
 OCTETS = np.array([0, 7, 14, 21], np.uint32)
+SEARCH = GridSearch("IQ2_XXS", ((8, 25, 43),), 0.125, 4, 16, True, 0, geometric(28, 90, 8))
+
+
+def join(found: Found) -> Bytes:
+    """Bytes of blocks."""
+    runs = np.concatenate([found.entries.astype(np.uint8).reshape(-1, 8, 4), sign_words(found).reshape(-1, 8, 4)], 2)
+    return np.concatenate([f16_bytes(found.d), runs.reshape(len(found.d), -1)], 1)
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows, by the search of `ggjit.ops.quants.grid_search`."""
+    need_imatrix(TYPE, imatrix)
+    return join(fit_blocks(SEARCH, to_blocks(x, 256), imatrix)).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -61,5 +78,15 @@ def scales(e, x, run):
     return [bits(e, load_int(e, x, 6 + 8 * run, 4), 28, 4)]
 
 
+@jitted
+def store(found, d, dst, y):
+    """What was found to a block."""
+    memory.store_f16(dst, y, d)
+    for r in range(8):
+        for o in range(4):
+            memory.store_u8(dst, y + 2 + 8 * r + o, word(found, ENTRIES, 4 * r + o))
+        store_sign_word(found, r, dst, y + 6 + 8 * r)
+
+
 BOOK = Codebook("IQ2_XXS", NBYTES, table_of("IQ2_XXS"), 8, IQ2_VALUES, 0.125, words, scales, load_d, 1)
-register_codebook(TYPE, BOOK, dequantize)
+register_codebook(TYPE, BOOK, quantize, dequantize, make_quantize_weighted(SEARCH, NBYTES, store), needs_imatrix=True)

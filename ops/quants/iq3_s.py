@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.jit import jitted, lazy_module
 from ggjit.ops.quants.codebook import (
     Codebook,
     add_signs,
@@ -28,13 +29,28 @@ from ggjit.ops.quants.codebook import (
     sign_of,
     table_of,
 )  # fmt: skip
+from ggjit.ops.quants.grid_search import Found, GridSearch, fit_blocks, geometric, joined_halves
+from ggjit.ops.quants.grid_search_rows import ENTRIES, MARKS, make_quantize_weighted, scale, word
 from ggjit.ops.quants.grids import grid
-from ggjit.ops.quants.quant import Bytes, Floats, from_bytes, load_f16
+from ggjit.ops.quants.quant import Bytes, Floats, f16_bytes, from_bytes, load_f16, to_blocks
 
+memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("IQ3_S")
 NBYTES, HIGH, SIGNS, SCALES = 110, 66, 74, 106
 assert (TYPE.blck_size, TYPE.type_size) == (256, 2 + 64 + 8 + 32 + 4)
 VALUES = (*range(1, 16, 2), *range(-1, -16, -2))
+SEARCH = GridSearch("IQ3_S", (VALUES[:8],), 1.0, 4, 16, False, 0, geometric(9, 22, 8))
+
+
+def join(found: Found) -> Bytes:
+    """Bytes of blocks."""
+    low, high = found.entries.astype(np.uint8), np.packbits(found.entries >> 8, axis=1, bitorder="little")
+    return np.concatenate([f16_bytes(found.d), low, high, found.marks, joined_halves(found.k)], 1)
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows, by the search of `ggjit.ops.quants.grid_search`."""
+    return join(fit_blocks(SEARCH, to_blocks(x, 256), imatrix)).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -64,5 +80,22 @@ def scales(e, x, run):
     return [bits(e, load_int(e, x, SCALES + run // 2), 4 * (run % 2), 4)]
 
 
+@jitted
+def store(found, d, dst, y):
+    """What was found to a block."""
+    memory.store_f16(dst, y, d)
+    for r in range(8):
+        high = 0
+        for g in range(8):
+            entry = word(found, ENTRIES, 8 * r + g)
+            memory.store_u8(dst, y + 2 + 8 * r + g, entry & 255)
+            high |= entry >> 8 << g
+        memory.store_u8(dst, y + HIGH + r, high)
+    for o in range(32):
+        memory.store_u8(dst, y + SIGNS + o, word(found, MARKS, o))
+    for r in range(4):
+        memory.store_u8(dst, y + SCALES + r, scale(found, 2 * r) | scale(found, 2 * r + 1) << 4)
+
+
 BOOK = Codebook("IQ3_S", NBYTES, table_of("IQ3_S"), 4, VALUES, 1.0, words, scales, load_d, 1)
-register_codebook(TYPE, BOOK, dequantize)
+register_codebook(TYPE, BOOK, quantize, dequantize, make_quantize_weighted(SEARCH, NBYTES, store))

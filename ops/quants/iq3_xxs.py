@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.jit import jitted, lazy_module
 from ggjit.ops.quants.codebook import (
     Codebook,
     add_signs,
@@ -26,15 +27,29 @@ from ggjit.ops.quants.codebook import (
     table_of,
     with_parity,
 )  # fmt: skip
+from ggjit.ops.quants.grid_search import Found, GridSearch, fit_blocks, geometric, sign_words
+from ggjit.ops.quants.grid_search_rows import ENTRIES, make_quantize_weighted, store_sign_word, word
 from ggjit.ops.quants.grids import grid
-from ggjit.ops.quants.quant import Bytes, Floats, from_bytes, load_f16
+from ggjit.ops.quants.quant import Bytes, Floats, f16_bytes, from_bytes, load_f16, to_blocks
 
+memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("IQ3_XXS")
 NBYTES, WORDS = 98, 66
 assert (TYPE.blck_size, TYPE.type_size) == (256, 2 + 64 + 8 * 4)
 MAGNITUDES = (4, 12, 20, 28, 36, 44, 52, 62)
 VALUES = (*MAGNITUDES, *(-v for v in MAGNITUDES))
 OCTETS = np.array([0, 7, 14, 21], np.uint32)
+SEARCH = GridSearch("IQ3_XXS", (MAGNITUDES,), 0.25, 4, 16, True, 0, geometric(36, 90, 8))
+
+
+def join(found: Found) -> Bytes:
+    """Bytes of blocks."""
+    return np.concatenate([f16_bytes(found.d), found.entries.astype(np.uint8), sign_words(found)], 1)
+
+
+def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
+    """Quantize rows, by the search of `ggjit.ops.quants.grid_search`."""
+    return join(fit_blocks(SEARCH, to_blocks(x, 256), imatrix)).reshape(len(x), -1)
 
 
 def dequantize(b: Bytes) -> Floats:
@@ -61,5 +76,15 @@ def scales(e, x, run):
     return [bits(e, load_int(e, x, WORDS + 4 * run, 4), 28, 4)]
 
 
+@jitted
+def store(found, d, dst, y):
+    """What was found to a block."""
+    memory.store_f16(dst, y, d)
+    for g in range(64):
+        memory.store_u8(dst, y + 2 + g, word(found, ENTRIES, g))
+    for r in range(8):
+        store_sign_word(found, r, dst, y + WORDS + 4 * r)
+
+
 BOOK = Codebook("IQ3_XXS", NBYTES, table_of("IQ3_XXS"), 4, VALUES, 0.25, words, scales, load_d, 1)
-register_codebook(TYPE, BOOK, dequantize)
+register_codebook(TYPE, BOOK, quantize, dequantize, make_quantize_weighted(SEARCH, NBYTES, store))

@@ -30,6 +30,7 @@ from ggjit.types import Type
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+WORK = 32768  # bytes of scratch of a search
 
 
 class Part(NamedTuple):
@@ -93,6 +94,10 @@ class Quant:
         dequantize_row: jitted (src, src_offs, dst, dst_offs, n): blocks to n f32.
         panel: how matrix products read it.
         searches: quantize has a search of its own, whose error is no larger than ggml's.
+        quantize_weighted: jitted (src, src_offs, weights, weights_offs, weighted, dst, dst_offs, n, work): as
+            quantize_row, errors weighted by n f32 of `weights` (an importance matrix) unless `weighted` is 0; work has
+            WORK bytes. None: no importance matrix changes anything.
+        needs_imatrix: quantize refuses to work without one, as ggml's does.
     """
 
     type: Type
@@ -102,6 +107,8 @@ class Quant:
     dequantize_row: Jitted
     panel: Panel
     searches: bool = False
+    quantize_weighted: Jitted | None = None
+    needs_imatrix: bool = False
 
 
 def register(quant: Quant) -> Quant:
@@ -123,6 +130,16 @@ def to_blocks(x: Floats, size: int) -> Floats:
     if x.ndim != 2 or x.shape[1] % size:
         raise ValueError(f"quantize: values must have a shape (rows, multiple of {size}), got {x.shape}")
     return x.reshape(x.shape[0], -1, size)
+
+
+def need_imatrix(type: Type, imatrix: Floats | None) -> None:
+    """Refuse a type's values without an importance matrix.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if imatrix is None:
+        raise ValueError(f"quantize: {type.name} must have an importance matrix, got none; give imatrix, f32 [n]")
 
 
 def from_bytes(b: Bytes, nbytes: int) -> Bytes:
