@@ -2,7 +2,7 @@
 
 A node's record has the bytes of ggml's tensor, and its op, parameters and types ggml's numbers. So ggml computes the
 very node that is measured here: its header is copied into a ggml context and a graph of it given to ggml's CPU backend.
-Both read the same sources; each writes a result of its own, and the two must agree.
+Both read the same sources and write to the same place, since speeds depend on where memory lies; results must agree.
 
 Both sides take turns; the factor is the median of the ratios of neighbouring turns, ggml's time by this one's: above 1
 ggjit is faster. ggml's weights lie in rows; with `--repack` those of ggjit lie in panels, as when it runs a model.
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from ggjit.bench_ops import REPEATS, SMALL, Bench, WrongResult, turn
 from ggjit.bench_shapes import Shape, shapes
 from ggjit.cli import at_least
-from ggjit.context import TENSOR_SIZE, aligned_bytes
+from ggjit.context import TENSOR_SIZE
 from ggjit.dev.cases import limit_of, nmse
 from ggjit.op import NONE
 from ggjit.ops.copy import CPY
@@ -102,14 +103,11 @@ class Ggml:
         self._backend = cpu.ggml_backend_cpu_init()
         cpu.ggml_backend_cpu_set_n_threads(self._backend, threads)
 
-    def graph(
-        self, node: Tensor, result: NDArray[np.uint8], rows: Mapping[Tensor, NDArray[np.uint8]], repeats: int = 1
-    ) -> Callable[[], None]:
+    def graph(self, node: Tensor, rows: Mapping[Tensor, NDArray[np.uint8]], repeats: int = 1) -> Callable[[], None]:
         """A function by which ggml computes a node, `repeats` times in one graph.
 
         Args:
-            node: what ggjit computes; its sources have data.
-            result: memory for ggml's result, of the node's nbytes; unused where the node writes into a source.
+            node: what ggjit computes; it and its sources have data.
             rows: the bytes of sources that are packed.
             repeats: how often.
         """
@@ -129,10 +127,9 @@ class Ggml:
         for s in node.src:
             if s is not None and s not in made:
                 made[s] = header(s, rows[s].ctypes.data if s in rows else s.data)
-        data = node.data if node.view_src is not None else result.ctypes.data
         graph = base.ggml_new_graph(context)
         for _ in range(repeats):
-            root = header(node, data, [0 if s is None else made[s] for s in node.src])
+            root = header(node, node.data, [0 if s is None else made[s] for s in node.src])
             base.ggml_build_forward_expand(graph, root)
 
         def compute() -> None:
@@ -174,10 +171,12 @@ def compare(shape: Shape, ggml: Ggml, turns: int = 5, seconds: float = 0.01, rep
     bench.run(1)
     bench.check()
     repeats = 1 if bench.amount("read") > SMALL else REPEATS
-    compute = ggml.graph(node, result := aligned_bytes(node.nbytes), bench.weight_rows, repeats)
-    compute()
+    compute = ggml.graph(node, bench.weight_rows, repeats)
+    mine = bench.taken().copy()
     if node.view_src is None:
-        pair.error = _difference(bench, result)
+        node.bytes()[:] = 0
+        compute()
+        pair.error = _difference(bench, mine)
     work = bench.program(1, repeats)
     ours: list[float] = []
     theirs: list[float] = []
@@ -190,23 +189,17 @@ def compare(shape: Shape, ggml: Ggml, turns: int = 5, seconds: float = 0.01, rep
     return pair
 
 
-def _difference(bench: Bench, result: NDArray[np.uint8]) -> float | None:
-    """nmse of both results, in the elements that are checked; None for the order of sorted indices.
+def _difference(bench: Bench, mine: NDArray[Any]) -> float:
+    """nmse of both results in the elements that are checked; of indices in any order.
 
     Raises:
         WrongResult: they differ.
     """
-    node = bench.node
-    ours = bench.taken()
-    mine = node.bytes().copy()
-    node.bytes()[:] = result[: node.nbytes]
-    theirs = bench.taken()
-    node.bytes()[:] = mine
-    if ours.dtype.kind == "i":
-        ours, theirs = np.sort(ours, -1), np.sort(theirs, -1)
-    error = nmse(ours, theirs)
-    if error > max(ABOVE, limit_of(node)):
-        shape = bench.shape
+    theirs, shape = bench.taken(), bench.shape
+    if mine.dtype.kind == "i":
+        mine, theirs = np.sort(mine, -1), np.sort(theirs, -1)
+    error = nmse(mine, theirs)
+    if error > max(ABOVE, limit_of(bench.node)):
         raise WrongResult(
             f"compare-ggml: both results of {shape.name} {shape.type} {shape.label} must agree, got nmse {error:g}"
         )
