@@ -282,6 +282,7 @@ def upscale_nearest_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, 
 def _is_nearest(node: Tensor) -> bool:
     """Is it plainly nearest, of a source whose rows span less than 2 GiB?"""
     a = node.src[0]
+    assert a is not None
     return node.params.mode & 0xFF == NEAREST and not node.params.mode & ANTIALIAS and a.ne[0] * a.nb[0] < 1 << 31
 
 

