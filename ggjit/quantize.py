@@ -3,8 +3,7 @@
     quantize_rows(types.Q4_K, x)                 # f32 [n_rows, n] -> uint8 [n_rows, row_size]
     dequantize_rows(types.Q4_K, b)               # and back
 
-Compiled code does it where the type has it; importance matrices, and searches that are not compiled, are NumPy's. Rows
-are independent, so the bytes do not depend on the number of threads.
+Compiled code does it, without the GIL. Rows are independent, so the bytes do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from ggjit.types import Type
 __all__ = ["dequantize_rows", "quantize_rows"]
 
 _PIECE = 1 << 20  # values that a thread converts at once
-_SEARCHED_IN_NUMPY = ("IQ4_NL",)  # the compiled form, for graphs, is without search
 
 
 def quantize_rows(
@@ -114,10 +112,9 @@ def _coder(type: Type, imatrix: NDArray[np.float32] | None) -> Callable[[Any], A
     quant = _quant(type, "make")
     if quant.needs_imatrix and imatrix is None:
         raise ValueError(f"quantize_rows: {type.name} must have an importance matrix, got none; give imatrix, f32 [n]")
-    if quant.quantize_weighted is not None and (imatrix is not None or quant.quantize_row is None):
+    if quant.quantize_weighted is not None and (imatrix is not None or quant.searches):
         return _weighted_coder(quant, imatrix)
-    in_numpy = quant.quantize_row is None or imatrix is not None or type.name in _SEARCHED_IN_NUMPY
-    return (lambda x: quant.quantize(x, imatrix)) if in_numpy else _row_coder(quant)
+    return (lambda x: quant.quantize(x, imatrix)) if quant.quantize_row is None else _row_coder(quant)
 
 
 def _to_f16(x: NDArray[np.float32]) -> NDArray[np.uint8]:

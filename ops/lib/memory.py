@@ -197,21 +197,28 @@ def address(typingctx, buffer):
     return types.int64(buffer), codegen
 
 
-@intrinsic
-def local_1k(typingctx):
-    """A buffer of 1024 bytes on the stack of the calling function, not zeroed."""
-    buffer_type = types.Array(types.uint8, 1, "C")
+def _make_local(nbytes):
+    @intrinsic
+    def local(typingctx):
+        """A buffer on the stack of the calling function, not zeroed."""
+        buffer_type = types.Array(types.uint8, 1, "C")
 
-    def codegen(context, b, signature, args):
-        memory = cgutils.alloca_once(b, ir.ArrayType(ir.IntType(8), 1024))
-        memory.align = 16
-        array = arrayobj.make_array(buffer_type)(context, b)
-        size = ir.Constant(ir.IntType(64), 1024)
-        data = b.bitcast(memory, ir.IntType(8).as_pointer())
-        arrayobj.populate_array(array, data, [size], [ir.Constant(ir.IntType(64), 1)], 1, None)
-        return array._getvalue()
+        def codegen(context, b, signature, args):
+            with b.goto_entry_block():  # cgutils.alloca_once would store zeros, over which LLVM takes long
+                memory = b.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+            memory.align = 16
+            array = arrayobj.make_array(buffer_type)(context, b)
+            size = ir.Constant(ir.IntType(64), nbytes)
+            data = b.bitcast(memory, ir.IntType(8).as_pointer())
+            arrayobj.populate_array(array, data, [size], [ir.Constant(ir.IntType(64), 1)], 1, None)
+            return array._getvalue()
 
-    return buffer_type(), codegen
+        return buffer_type(), codegen
+
+    return local
+
+
+local_1k, local_8k = _make_local(1024), _make_local(8192)
 
 
 @intrinsic

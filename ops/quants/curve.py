@@ -11,11 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit.jit import jitted, lazy_module
-from ggjit.ops.quants.lookup import CURVE, curve_code, nearest_on_curve
+from ggjit.ops.quants.lookup import CURVE, MIDDLES, nearest_on_curve
 from ggjit.ops.quants.quant import Bytes, Floats, largest
 from ggjit.ops.quants.search import total
+from ggjit.ops.quants.search_lanes import SCALE, W, X, inverse
+from ggjit.ops.quants.search_lanes import largest as largest_of_lanes
 
-memory = lazy_module("ggjit.ops.lib.memory")
+vec = lazy_module("ggjit.ops.lib.vec")
 FINALISTS = ((127, *range(-134, -119)), (105, 109, 113, 117, 121))  # what the largest value becomes; the best of each
 N_FIRST, N_ALL = len(FINALISTS[0]), len(FINALISTS[0]) + len(FINALISTS[1])
 TARGETS = FINALISTS[0] + FINALISTS[1]
@@ -58,51 +60,52 @@ def fit(x: Floats, w: Floats) -> Floats:
     return np.where(error(x, w, found[1]) < error(x, w, found[0]), found[1], found[0])
 
 
-# ---- compiled, without weights -------------------------------------------------------------------------------------
+# ---- compiled: groups are lanes of a buffer of `ggjit.ops.quants.search_lanes` --------------------------------------
 
 
 @jitted
-def reciprocal(step):
-    """1 / step, and 0 for 0."""
-    return np.float32(1) / step if step != 0 else np.float32(0)
-
-
-@jitted
-def curve_error(src, x, step):
-    """Squared error of 32 f32 with the nearest codes."""
-    to_code, out = reciprocal(step), np.float32(0)
-    for i in range(32):
-        v = memory.load_f32(src, x + 4 * i)
-        difference = step * np.float32(CURVE[curve_code(v * to_code)]) - v
-        out += difference * difference
+def nearest_values(v):
+    """The nearest values of `CURVE`."""
+    out = vec.zero() + np.float32(CURVE[0])
+    for k in range(15):
+        out = vec.select(v >= np.float32(MIDDLES[k]), np.float32(CURVE[k + 1]), out)
     return out
 
 
 @jitted
-def curve_sums(src, x, to_code):
-    """Sums over 32 f32 of the nearest values times x, and squared."""
-    xq = qq = np.float32(0)
+def curve_error(found, step):
+    """Errors of lanes with the nearest codes."""
+    to_code, out = inverse(step), vec.zero()
     for i in range(32):
-        v = memory.load_f32(src, x + 4 * i)
-        q = np.float32(CURVE[curve_code(v * to_code)])
-        xq += q * v
-        qq += q * q
+        v = vec.load(found, X + 64 * i)
+        e = step * nearest_values(v * to_code) - v
+        out = out + vec.load(found, W + 64 * i) * (e * e)
+    return out
+
+
+@jitted
+def curve_sums(found, to_code):
+    """Sums of lanes of w times the nearest values times x, and squared."""
+    xq = qq = vec.zero()
+    for i in range(32):
+        v = vec.load(found, X + 64 * i)
+        q = nearest_values(v * to_code)
+        wq = vec.load(found, W + 64 * i) * q
+        xq, qq = xq + wq * v, qq + wq * q
     return xq, qq
 
 
 @jitted
-def fit_curve(src, x):
-    """The scale of 32 f32, as `fit`."""
-    top = np.float32(0)
-    for i in range(32):
-        v = memory.load_f32(src, x + 4 * i)
-        top = v if abs(v) > abs(top) else top
-    best = scale = first = np.float32(0)
+def fit_curve(found):
+    """The scales of lanes, as `fit`, to SCALE."""
+    top = largest_of_lanes(found, 32)
+    scale = best = first = vec.zero()
     for k in range(N_ALL):
         if k == N_FIRST:
-            first, scale, best = scale, np.float32(0), np.float32(0)
-        xq, qq = curve_sums(src, x, np.float32(TARGETS[k]) / top if top != 0 else np.float32(0))
-        if qq > 0 and xq * xq > best * qq:
-            scale = xq / qq
-            best = scale * xq
-    return scale if curve_error(src, x, scale) < curve_error(src, x, first) else first
+            first, scale, best = scale, vec.zero(), vec.zero()
+        to_code = vec.select(top != np.float32(0), np.float32(TARGETS[k]) / top, np.float32(0))
+        xq, qq = curve_sums(found, to_code)
+        better = (qq > np.float32(0)) & (xq * xq > best * qq)
+        fitted = xq / vec.select(qq > np.float32(0), qq, np.float32(1))
+        scale, best = vec.select(better, fitted, scale), vec.select(better, fitted * xq, best)
+    vec.store(found, SCALE, vec.select(curve_error(found, scale) < curve_error(found, first), scale, first))

@@ -5,7 +5,8 @@
 | 0..1 | d, f16 |
 | 2..17 | q, 4 bits: byte 2 + k has weight k in the low and weight k + 16 in the high half |
 
-`quantize` searches for d; `quantize_row`, which a graph calls for every token of a KV cache, takes one candidate.
+`quantize` and `quantize_weighted` search for d; `quantize_row`, which a graph calls for every token of a KV cache,
+takes one candidate.
 Panel block (288 bytes): as Q4_0.
 """
 
@@ -16,8 +17,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import curve, q4_0
-from ggjit.ops.quants.curve import reciprocal
+from ggjit.ops.quants import curve, q4_0, search_lanes
 from ggjit.ops.quants.lookup import CURVE, curve_code, load_entries, nibble_values
 from ggjit.ops.quants.nibbles import join_nibbles, split_nibbles
 from ggjit.ops.quants.quant import (
@@ -32,6 +32,7 @@ from ggjit.ops.quants.quant import (
     register,
     to_blocks,
 )  # fmt: skip
+from ggjit.ops.quants.search_lanes import reciprocal
 
 memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("IQ4_NL")
@@ -81,6 +82,20 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
         memory.store_f16(dst, y, xq / qq if qq > 0 else np.float32(0))
 
 
+@jitted
+def block(found, lane, dst, y):
+    """Write the block of a lane that was fitted."""
+    memory.store_f16(dst, y, search_lanes.small(found, search_lanes.SCALE, lane))
+    to_code = reciprocal(memory.load_f16(dst, y))
+    for k in range(16):
+        low = curve_code(search_lanes.value(found, k, lane) * to_code)
+        high = curve_code(search_lanes.value(found, k + 16, lane) * to_code)
+        memory.store_u8(dst, y + 2 + k, low | high << 4)
+
+
+quantize_weighted = search_lanes.make_weighted_coder(SIZE, NBYTES, curve.fit_curve, block, plain=True)
+
+
 @emitted("src dst n")
 def dequantize_blocks(e, src, dst, n):
     """Values of n blocks."""
@@ -108,4 +123,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(32, 288, 255, q4_0.pack_block, runs, offset_shift=7)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

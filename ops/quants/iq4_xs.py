@@ -18,8 +18,8 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import curve, search
-from ggjit.ops.quants.curve import curve_error, curve_sums, fit_curve, reciprocal
+from ggjit.ops.quants import curve, search, search_lanes
+from ggjit.ops.quants.curve import curve_error, curve_sums, fit_curve
 from ggjit.ops.quants.lookup import CURVE, curve_code, load_entries, nibble_values
 from ggjit.ops.quants.nibbles import join_nibbles, split_nibbles
 from ggjit.ops.quants.quant import (
@@ -28,18 +28,17 @@ from ggjit.ops.quants.quant import (
     Panel,
     Part,
     Quant,
-    clamp,
     f16_bytes,
     from_bytes,
     inverse,
     largest,
     load_f16,
-    nearest,
     register,
     to_blocks,
 )  # fmt: skip
 
 memory = lazy_module("ggjit.ops.lib.memory")
+vec = lazy_module("ggjit.ops.lib.vec")
 TYPE = types.by_name("IQ4_XS")
 SIZE, NBYTES = 256, 136
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 4 + 128)
@@ -104,71 +103,69 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
-def choose(src, x, d, found, to):
-    """Scales of a block of least error near fitted / d, written to `to` of the buffer, and their error."""
-    total = np.float32(0)
-    for r in range(8):
-        fitted = memory.load_f32(found, 4 * r)
-        middle = nearest(clamp(fitted * reciprocal(d), np.float32(-32), np.float32(31)))
-        best, chosen = np.float32(np.inf), np.float32(0)
-        for step in NEAR:
-            scale = clamp(middle + np.float32(step), np.float32(-32), np.float32(31))
-            error = curve_error(src, x + 128 * r, d * scale)
-            if error < best:
-                best, chosen = error, scale
-        memory.store_f32(found, to + 4 * r, chosen)
-        total += best
-    return total
+def choose(found, d, to):
+    """Scales of a block of least error near fitted / d, to an array of the buffer, and their error."""
+    low, high = np.float32(-32), np.float32(31)
+    middle = search_lanes.codes(vec.load(found, search_lanes.SCALE), search_lanes.reciprocal(d), low, high)
+    best, chosen = vec.zero() + np.float32(np.inf), vec.zero()
+    for step in NEAR:
+        scale = search_lanes.limited(middle + np.float32(step), low, high)
+        error = curve_error(found, scale * d)
+        better = error < best
+        best, chosen = vec.select(better, error, best), vec.select(better, scale, chosen)
+    vec.store(found, to, chosen)
+    vec.store(found, search_lanes.ERROR, best)
+    return search_lanes.sum_of(found, search_lanes.ERROR, 8)
 
 
 @jitted
-def refine(src, x, d, found):
-    """The d of least squared error for the codes that d and the scales at 64 of the buffer give."""
-    xq = qq = np.float32(0)
-    for r in range(8):
-        scale = memory.load_f32(found, 64 + 4 * r)
-        a, b = curve_sums(src, x + 128 * r, reciprocal(d * scale))
-        xq += a * scale
-        qq += b * scale * scale
-    return xq / qq if qq > 0 else np.float32(0)
+def refine(found, d):
+    """The d of least squared error for the codes that d and the scales in L give."""
+    scale = vec.load(found, search_lanes.L)
+    xq, qq = curve_sums(found, search_lanes.inverse(scale * d))
+    vec.store(found, search_lanes.ERROR, xq * scale)
+    numerator = search_lanes.sum_of(found, search_lanes.ERROR, 8)
+    vec.store(found, search_lanes.ERROR, qq * scale * scale)
+    denominator = search_lanes.sum_of(found, search_lanes.ERROR, 8)
+    return numerator / denominator if denominator > 0 else np.float32(0)
 
 
 @jitted
-def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize` without an importance matrix."""
-    found = memory.local_1k()  # 8 f32 each: fitted scales at 0, chosen ones at 64, chosen again at 128
-    for i in range(n // 256):
-        x, y = src_offs + 1024 * i, dst_offs + 136 * i
-        top = np.float32(0)
-        for r in range(8):
-            fitted = fit_curve(src, x + 128 * r)
-            memory.store_f32(found, 4 * r, fitted)
-            top = fitted if abs(fitted) > abs(top) else top
-        for j in range(2, 8):
-            memory.store_u8(dst, y + j, 0)
-        memory.store_f16(dst, y, top / np.float32(-32))
-        first = memory.load_f16(dst, y)
-        error = choose(src, x, first, found, 64)
-        memory.store_f16(dst, y, refine(src, x, first, found))
-        d, at = memory.load_f16(dst, y), 128
-        if not choose(src, x, d, found, 128) < error:
-            memory.store_f16(dst, y, first)
-            d, at = first, 64
-        for r in range(8):
-            scale = memory.load_f32(found, at + 4 * r)
-            store_run(src, x + 128 * r, dst, y, r, d * scale, np.int64(scale) + 32)
+def block(found, src, x, dst, y):
+    """Fit 256 f32, loaded into the buffer, and write the block."""
+    fit_curve(found)
+    top = np.float32(0)
+    for r in range(8):
+        fitted = search_lanes.small(found, search_lanes.SCALE, r)
+        top = fitted if abs(fitted) > abs(top) else top
+    for j in range(2, 8):
+        memory.store_u8(dst, y + j, 0)
+    memory.store_f16(dst, y, top / np.float32(-32))
+    first = memory.load_f16(dst, y)
+    error = choose(found, first, search_lanes.L)
+    memory.store_f16(dst, y, refine(found, first))
+    d, scales = memory.load_f16(dst, y), search_lanes.NEW_L
+    if not choose(found, d, search_lanes.NEW_L) < error:
+        memory.store_f16(dst, y, first)
+        d, scales = first, search_lanes.L
+    for r in range(8):
+        scale = search_lanes.small(found, scales, r)
+        store_run(src, x + 128 * r, dst, y, r, d * scale, np.int64(scale) + 32)
 
 
 @jitted
 def store_run(src, x, dst, y, r, step, scale):
     """Write run r of a block, whose scales held zeros."""
-    to_code = reciprocal(step)
+    to_code = search_lanes.reciprocal(step)
     high, low = y + 2 + r // 4, y + 4 + r // 2
     memory.store_u8(dst, high, memory.load_u8(dst, high) | scale >> 4 << 2 * (r % 4))
     memory.store_u8(dst, low, memory.load_u8(dst, low) | (scale & 15) << 4 * (r % 2))
     for j in range(16):
         a, b = memory.load_f32(src, x + 4 * j), memory.load_f32(src, x + 64 + 4 * j)
         memory.store_u8(dst, y + 8 + 16 * r + j, curve_code(a * to_code) | curve_code(b * to_code) << 4)
+
+
+quantize_row, quantize_weighted = search_lanes.make_coders(32, NBYTES, block, plain=True)
 
 
 @emitted("src dst n")
@@ -228,4 +225,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(256, 2176, 255, pack_block, runs, steps=2, offset_shift=7)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

@@ -18,7 +18,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import search, search_rows
+from ggjit.ops.quants import search, search_lanes
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -38,7 +38,7 @@ SIZE, NBYTES = 256, 84
 CODES, D, DMIN = 16, 80, 82
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 16 + 64 + 2 + 2)
 SEARCH = search.Search(size=16, low=0, high=3, limit=15, n_steps=19, rounds=2)
-fit_pairs = search_rows.make_fit_pairs(SEARCH)
+fit_pairs = search_lanes.make_fit_pairs(SEARCH)
 
 
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
@@ -60,25 +60,26 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
-def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
-    found, zero, top = memory.local_1k(), np.float32(0), np.float32(3)
-    for i in range(n // 256):
-        x, y = src_offs + 1024 * i, dst_offs + 84 * i
-        d, dmin = fit_pairs(src, x, found)
-        memory.store_f16(dst, y + 80, d)
-        memory.store_f16(dst, y + 82, dmin)
-        for k in range(64):
-            memory.store_u8(dst, y + 16 + k, 0)
-        for g in range(16):
-            scale, minimum = search_rows.small(found, search_rows.L, g), search_rows.small(found, search_rows.M, g)
-            memory.store_u8(dst, y + g, np.int64(scale) | np.int64(minimum) << 4)
-            to_code, minimum = search_rows.reciprocal(d * scale), dmin * minimum
-            for k in range(16):
-                v = memory.load_f32(src, x + 64 * g + 4 * k) + minimum
-                q = np.int64(search_rows.code(v, to_code, zero, top))
-                at = y + 16 + 32 * (g >> 3) + 16 * (g & 1) + k
-                memory.store_u8(dst, at, np.int64(memory.load_u8(dst, at)) | q << (g & 6))
+def block(found, src, x, dst, y):
+    """Fit 256 f32, loaded into the buffer, and write the block."""
+    zero, top = np.float32(0), np.float32(3)
+    d, dmin = fit_pairs(found)
+    memory.store_f16(dst, y + 80, d)
+    memory.store_f16(dst, y + 82, dmin)
+    for k in range(64):
+        memory.store_u8(dst, y + 16 + k, 0)
+    for g in range(16):
+        scale, minimum = search_lanes.small(found, search_lanes.L, g), search_lanes.small(found, search_lanes.M, g)
+        memory.store_u8(dst, y + g, np.int64(scale) | np.int64(minimum) << 4)
+        to_code, minimum = search_lanes.reciprocal(d * scale), dmin * minimum
+        for k in range(16):
+            v = memory.load_f32(src, x + 64 * g + 4 * k) + minimum
+            q = np.int64(search_lanes.code(v, to_code, zero, top))
+            at = y + 16 + 32 * (g >> 3) + 16 * (g & 1) + k
+            memory.store_u8(dst, at, np.int64(memory.load_u8(dst, at)) | q << (g & 6))
+
+
+quantize_row, quantize_weighted = search_lanes.make_coders(SEARCH.size, NBYTES, block)
 
 
 @emitted("src dst n")
@@ -138,4 +139,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(256, 1344, 3, pack_block, runs, steps=4, parts=2, minimum=True)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

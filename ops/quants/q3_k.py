@@ -22,7 +22,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import search, search_rows
+from ggjit.ops.quants import search, search_lanes
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -42,7 +42,7 @@ SIZE, NBYTES = 256, 110
 CODES, SCALES, D = 32, 96, 108
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 32 + 64 + 12 + 2)
 SEARCH = search.Search(size=16, low=-4, high=3, limit=32, n_steps=19, rounds=1)
-fit_scales = search_rows.make_fit_scales(SEARCH)
+fit_scales = search_lanes.make_fit_scales(SEARCH)
 FIELDS = ((0, 4), (2, 16), (3, 8), (5, 32))  # of a quad's groups: log2 of the factor, place of the single bit
 
 
@@ -76,24 +76,25 @@ def set_bits(dst, at, bits):
 
 
 @jitted
-def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
-    found, low, high = memory.local_1k(), np.float32(-4), np.float32(3)
-    for i in range(n // 256):
-        x, y = src_offs + 1024 * i, dst_offs + 110 * i
-        d = fit_scales(src, x, found)
-        for k in range(108):
-            memory.store_u8(dst, y + k, 0)
-        memory.store_f16(dst, y + 108, d)
-        for g in range(16):
-            scale = search_rows.small(found, search_rows.L, g)
-            coded, to_code = np.int64(scale) + 32, search_rows.reciprocal(d * scale)
-            set_bits(dst, y + 96 + (g & 7), (coded & 15) << 4 * (g >> 3))
-            set_bits(dst, y + 104 + (g & 3), coded >> 4 << 2 * (g >> 2))
-            for k in range(16):
-                q = np.int64(search_rows.code(memory.load_f32(src, x + 64 * g + 4 * k), to_code, low, high)) + 4
-                set_bits(dst, y + 16 * (g & 1) + k, q >> 2 << (g >> 1))
-                set_bits(dst, y + 32 + 32 * (g >> 3) + 16 * (g & 1) + k, (q & 3) << (g & 6))
+def block(found, src, x, dst, y):
+    """Fit 256 f32, loaded into the buffer, and write the block."""
+    low, high = np.float32(-4), np.float32(3)
+    d = fit_scales(found)
+    for k in range(108):
+        memory.store_u8(dst, y + k, 0)
+    memory.store_f16(dst, y + 108, d)
+    for g in range(16):
+        scale = search_lanes.small(found, search_lanes.L, g)
+        coded, to_code = np.int64(scale) + 32, search_lanes.reciprocal(d * scale)
+        set_bits(dst, y + 96 + (g & 7), (coded & 15) << 4 * (g >> 3))
+        set_bits(dst, y + 104 + (g & 3), coded >> 4 << 2 * (g >> 2))
+        for k in range(16):
+            q = np.int64(search_lanes.code(memory.load_f32(src, x + 64 * g + 4 * k), to_code, low, high)) + 4
+            set_bits(dst, y + 16 * (g & 1) + k, q >> 2 << (g >> 1))
+            set_bits(dst, y + 32 + 32 * (g >> 3) + 16 * (g & 1) + k, (q & 3) << (g & 6))
+
+
+quantize_row, quantize_weighted = search_lanes.make_coders(SEARCH.size, NBYTES, block)
 
 
 @emitted("src dst n")
@@ -175,4 +176,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(256, 1760, 7, pack_block, runs, steps=4, parts=2, offset_shift=2)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

@@ -15,6 +15,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.quants import search_lanes
 from ggjit.ops.quants.nibbles import join_nibbles, load_nibbles, nibble_operands, split_nibbles
 from ggjit.ops.quants.quant import (
     Bytes,
@@ -101,6 +102,23 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
         vec.store_i8(dst, y + 2, codes(v * scale) | (codes(w * scale) << np.int32(4)))
 
 
+@jitted
+def block(found, lane, dst, y):
+    """Write the block of a lane, fitted with weights."""
+    d = search_lanes.small(found, search_lanes.SCALE, lane)
+    memory.store_f16(dst, y, d)
+    to_code, low, high = search_lanes.reciprocal(d), np.float32(-8), np.float32(7)
+    for k in range(16):
+        a, b = search_lanes.value(found, k, lane), search_lanes.value(found, k + 16, lane)
+        p = np.int64(search_lanes.code(a, to_code, low, high)) + 8
+        q = np.int64(search_lanes.code(b, to_code, low, high)) + 8
+        memory.store_u8(dst, y + 2 + k, p | q << 4)
+
+
+fit = search_lanes.make_fit_signed(SEARCH)
+quantize_weighted = search_lanes.make_weighted_coder(SIZE, NBYTES, fit, block)
+
+
 @emitted("src dst n")
 def dequantize_blocks(e, src, dst, n):
     """Values of n blocks."""
@@ -136,4 +154,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(32, 288, 15, pack_block, runs, offset_shift=3)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, False, quantize_weighted))

@@ -16,6 +16,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.quants import search_lanes
 from ggjit.ops.quants.nibbles import join_nibbles, load_nibbles, nibble_operands, split_nibbles
 from ggjit.ops.quants.quant import (
     Bytes,
@@ -84,6 +85,25 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
             memory.store_u8(dst, y + 4 + j, np.int64(a) | np.int64(c) << 4)
 
 
+@jitted
+def block(found, lane, dst, y):
+    """Write the block of a lane, fitted with weights."""
+    d = search_lanes.small(found, search_lanes.SCALE, lane)
+    memory.store_f16(dst, y, d)
+    m = search_lanes.small(found, search_lanes.MINIMUM, lane)
+    memory.store_f16(dst, y + 2, m)
+    to_code, low, high = search_lanes.reciprocal(d), np.float32(0), np.float32(15)
+    for k in range(16):
+        a, b = search_lanes.value(found, k, lane) - m, search_lanes.value(found, k + 16, lane) - m
+        p = np.int64(search_lanes.code(a, to_code, low, high))
+        q = np.int64(search_lanes.code(b, to_code, low, high))
+        memory.store_u8(dst, y + 4 + k, p | q << 4)
+
+
+fit = search_lanes.make_fit_range(SEARCH)
+quantize_weighted = search_lanes.make_weighted_coder(SIZE, NBYTES, fit, block)
+
+
 @emitted("src dst n")
 def dequantize_blocks(e, src, dst, n):
     """Values of n blocks. The product of d (11 bits) and q (4 bits) is exact, so fma rounds as ggml does."""
@@ -120,4 +140,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(32, 320, 15, pack_block, runs, minimum=True)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, False, quantize_weighted))

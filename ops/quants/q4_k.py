@@ -18,7 +18,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import k_scales, search, search_rows
+from ggjit.ops.quants import k_scales, search, search_lanes
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -38,7 +38,7 @@ SIZE, NBYTES = 256, 144
 SCALES, CODES = 4, 16
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 12 + 128)
 SEARCH = search.Search(size=32, low=0, high=15, limit=63, n_steps=21, rounds=2)
-fit_pairs = search_rows.make_fit_pairs(SEARCH)
+fit_pairs = search_lanes.make_fit_pairs(SEARCH)
 
 
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
@@ -62,22 +62,23 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
-def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize`."""
-    found, zero, top = memory.local_1k(), np.float32(0), np.float32(15)
-    for i in range(n // 256):
-        x, y = src_offs + 1024 * i, dst_offs + 144 * i
-        d, dmin = fit_pairs(src, x, found)
-        memory.store_f16(dst, y, d)
-        memory.store_f16(dst, y + 2, dmin)
-        for g in range(8):
-            scale, minimum = search_rows.small(found, search_rows.L, g), search_rows.small(found, search_rows.M, g)
-            k_scales.store_scale(dst, y + 4, g, np.int64(scale), np.int64(minimum))
-            to_code, minimum = search_rows.reciprocal(d * scale), dmin * minimum
-            for k in range(32):
-                q = search_rows.code(memory.load_f32(src, x + 128 * g + 4 * k) + minimum, to_code, zero, top)
-                at = y + 16 + 32 * (g >> 1) + k
-                memory.store_u8(dst, at, np.int64(q) << 4 | memory.load_u8(dst, at) if g & 1 else np.int64(q))
+def block(found, src, x, dst, y):
+    """Fit 256 f32, loaded into the buffer, and write the block."""
+    zero, top = np.float32(0), np.float32(15)
+    d, dmin = fit_pairs(found)
+    memory.store_f16(dst, y, d)
+    memory.store_f16(dst, y + 2, dmin)
+    for g in range(8):
+        scale, minimum = search_lanes.small(found, search_lanes.L, g), search_lanes.small(found, search_lanes.M, g)
+        k_scales.store_scale(dst, y + 4, g, np.int64(scale), np.int64(minimum))
+        to_code, minimum = search_lanes.reciprocal(d * scale), dmin * minimum
+        for k in range(32):
+            q = search_lanes.code(memory.load_f32(src, x + 128 * g + 4 * k) + minimum, to_code, zero, top)
+            at = y + 16 + 32 * (g >> 1) + k
+            memory.store_u8(dst, at, np.int64(q) << 4 | memory.load_u8(dst, at) if g & 1 else np.int64(q))
+
+
+quantize_row, quantize_weighted = search_lanes.make_coders(SEARCH.size, NBYTES, block)
 
 
 @emitted("src dst n")
@@ -129,4 +130,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(256, 2304, 15, pack_block, runs, minimum=True)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

@@ -17,7 +17,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import high_bits
+from ggjit.ops.quants import high_bits, search_lanes
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -85,6 +85,26 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
             high_bits.store_five(dst, y + 2, j, np.int64(low), np.int64(high))
 
 
+@jitted
+def block(found, lane, dst, y):
+    """Write the block of a lane, fitted with weights."""
+    d = search_lanes.small(found, search_lanes.SCALE, lane)
+    memory.store_f16(dst, y, d)
+    to_code, low, high = search_lanes.reciprocal(d), np.float32(-16), np.float32(15)
+    bits = 0
+    for k in range(16):
+        a, b = search_lanes.value(found, k, lane), search_lanes.value(found, k + 16, lane)
+        p = np.int64(search_lanes.code(a, to_code, low, high)) + 16
+        q = np.int64(search_lanes.code(b, to_code, low, high)) + 16
+        memory.store_u8(dst, y + 6 + k, (p & 15) | (q & 15) << 4)
+        bits |= p >> 4 << k | q >> 4 << k + 16
+    memory.store_u32(dst, y + 2, bits)
+
+
+fit = search_lanes.make_fit_signed(SEARCH)
+quantize_weighted = search_lanes.make_weighted_coder(SIZE, NBYTES, fit, block)
+
+
 @emitted("src dst n")
 def dequantize_blocks(e, src, dst, n):
     """Values of n blocks."""
@@ -119,4 +139,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(32, 352, 31, pack_block, runs, offset_shift=4)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, False, quantize_weighted))

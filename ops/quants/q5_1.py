@@ -18,7 +18,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import high_bits
+from ggjit.ops.quants import high_bits, search_lanes
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -87,6 +87,28 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
             high_bits.store_five(dst, y + 4, j, np.int64(a), np.int64(c))
 
 
+@jitted
+def block(found, lane, dst, y):
+    """Write the block of a lane, fitted with weights."""
+    d = search_lanes.small(found, search_lanes.SCALE, lane)
+    memory.store_f16(dst, y, d)
+    m = search_lanes.small(found, search_lanes.MINIMUM, lane)
+    memory.store_f16(dst, y + 2, m)
+    to_code, low, high = search_lanes.reciprocal(d), np.float32(0), np.float32(31)
+    bits = 0
+    for k in range(16):
+        a, b = search_lanes.value(found, k, lane) - m, search_lanes.value(found, k + 16, lane) - m
+        p = np.int64(search_lanes.code(a, to_code, low, high))
+        q = np.int64(search_lanes.code(b, to_code, low, high))
+        memory.store_u8(dst, y + 8 + k, (p & 15) | (q & 15) << 4)
+        bits |= p >> 4 << k | q >> 4 << k + 16
+    memory.store_u32(dst, y + 4, bits)
+
+
+fit = search_lanes.make_fit_range(SEARCH)
+quantize_weighted = search_lanes.make_weighted_coder(SIZE, NBYTES, fit, block)
+
+
 @emitted("src dst n")
 def dequantize_blocks(e, src, dst, n):
     """Values of n blocks. The product of d (11 bits) and q (5 bits) is exact, so fma rounds as ggml does."""
@@ -122,4 +144,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(32, 384, 31, pack_block, runs, minimum=True)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, False, quantize_weighted))

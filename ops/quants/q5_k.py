@@ -21,7 +21,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
-from ggjit.ops.quants import k_scales, search, search_rows
+from ggjit.ops.quants import k_scales, search, search_lanes
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -41,7 +41,7 @@ SIZE, NBYTES = 256, 176
 SCALES, HIGH, CODES = 4, 16, 48
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 12 + 32 + 128)
 SEARCH = search.Search(size=32, low=0, high=31, limit=63, n_steps=21, rounds=2)
-fit_pairs = search_rows.make_fit_pairs(SEARCH)
+fit_pairs = search_lanes.make_fit_pairs(SEARCH)
 
 
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:
@@ -67,26 +67,27 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
-def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
-    found, zero, top = memory.local_1k(), np.float32(0), np.float32(31)
-    for i in range(n // 256):
-        x, y = src_offs + 1024 * i, dst_offs + 176 * i
-        d, dmin = fit_pairs(src, x, found)
-        memory.store_f16(dst, y, d)
-        memory.store_f16(dst, y + 2, dmin)
-        for k in range(160):
-            memory.store_u8(dst, y + 16 + k, 0)
-        for g in range(8):
-            scale, minimum = search_rows.small(found, search_rows.L, g), search_rows.small(found, search_rows.M, g)
-            k_scales.store_scale(dst, y + 4, g, np.int64(scale), np.int64(minimum))
-            to_code, minimum = search_rows.reciprocal(d * scale), dmin * minimum
-            for k in range(32):
-                v = memory.load_f32(src, x + 128 * g + 4 * k) + minimum
-                q = np.int64(search_rows.code(v, to_code, zero, top))
-                high, low = y + 16 + k, y + 48 + 32 * (g >> 1) + k
-                memory.store_u8(dst, high, k_scales.byte(dst, high) | q >> 4 << g)
-                memory.store_u8(dst, low, k_scales.byte(dst, low) | (q & 15) << 4 * (g & 1))
+def block(found, src, x, dst, y):
+    """Fit 256 f32, loaded into the buffer, and write the block."""
+    zero, top = np.float32(0), np.float32(31)
+    d, dmin = fit_pairs(found)
+    memory.store_f16(dst, y, d)
+    memory.store_f16(dst, y + 2, dmin)
+    for k in range(160):
+        memory.store_u8(dst, y + 16 + k, 0)
+    for g in range(8):
+        scale, minimum = search_lanes.small(found, search_lanes.L, g), search_lanes.small(found, search_lanes.M, g)
+        k_scales.store_scale(dst, y + 4, g, np.int64(scale), np.int64(minimum))
+        to_code, minimum = search_lanes.reciprocal(d * scale), dmin * minimum
+        for k in range(32):
+            v = memory.load_f32(src, x + 128 * g + 4 * k) + minimum
+            q = np.int64(search_lanes.code(v, to_code, zero, top))
+            high, low = y + 16 + k, y + 48 + 32 * (g >> 1) + k
+            memory.store_u8(dst, high, k_scales.byte(dst, high) | q >> 4 << g)
+            memory.store_u8(dst, low, k_scales.byte(dst, low) | (q & 15) << 4 * (g & 1))
+
+
+quantize_row, quantize_weighted = search_lanes.make_coders(SEARCH.size, NBYTES, block)
 
 
 @emitted("src dst n")
@@ -154,4 +155,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(256, 2816, 31, pack_block, runs, minimum=True)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, searches=True))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

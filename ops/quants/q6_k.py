@@ -21,6 +21,7 @@ import numpy as np
 from ggjit import types
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.quants import search_lanes
 from ggjit.ops.quants.quant import (
     Bytes,
     Floats,
@@ -45,6 +46,7 @@ SIZE, NBYTES = 256, 210
 QH, SCALES, D = 128, 192, 208
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 128 + 64 + 16 + 2)
 SEARCH = Search(size=16, low=-32, high=31, limit=128, n_steps=19, rounds=1)
+fit_block = search_lanes.make_fit_scales(SEARCH)
 TINY = np.float32(1e-15)  # magnitudes below it count as zero
 STEPS = (0, *range(-9, 0), *range(1, 10))  # candidates: the largest value gets the code -(32 + step / 10)
 
@@ -170,18 +172,42 @@ def quantize_row(src, src_offs, dst, dst_offs, n):
 
 
 @jitted
+def store_code(dst, y, g, k, q):
+    """Write code k of group g into a block that held zeros."""
+    h, j = g // 8, g // 2 % 4
+    at = y + 64 * h + 32 * (j & 1) + 16 * (g & 1) + k
+    memory.store_u8(dst, at, memory.load_u8(dst, at) | (q & 15) << 4 * (j >> 1))
+    at = y + QH + 32 * h + 16 * (g & 1) + k
+    memory.store_u8(dst, at, memory.load_u8(dst, at) | q >> 4 << 2 * j)
+
+
+@jitted
 def quantize_group(src, x, dst, y, g, step, found):
     """Write the codes of group g into a block that held zeros; by the factor `found` if the step is 0."""
-    h, j = g // 8, g // 2 % 4
     for k in range(16):
         v = memory.load_f32(src, x + 4 * k)
         v = v * found if step == 0 else v / step
         q = np.int64(nearest(clamp(v, np.float32(-32), np.float32(31)))) + 32
-        q = 0 if step == 0 and found == 0 else q
-        at = y + 64 * h + 32 * (j & 1) + 16 * (g & 1) + k
-        memory.store_u8(dst, at, memory.load_u8(dst, at) | (q & 15) << 4 * (j >> 1))
-        at = y + QH + 32 * h + 16 * (g & 1) + k
-        memory.store_u8(dst, at, memory.load_u8(dst, at) | q >> 4 << 2 * j)
+        store_code(dst, y, g, k, 0 if step == 0 and found == 0 else q)
+
+
+@jitted
+def block(found, src, x, dst, y):
+    """Fit 256 f32 with their weights, loaded into the buffer, and write the block."""
+    d = fit_block(found)
+    for j in range(208):
+        memory.store_u8(dst, y + j, 0)
+    memory.store_f16(dst, y + D, d)
+    for g in range(16):
+        scale = search_lanes.small(found, search_lanes.L, g)
+        memory.store_i8(dst, y + SCALES + g, np.int64(scale))
+        to_code = search_lanes.reciprocal(d * scale)
+        for k in range(16):
+            v = memory.load_f32(src, x + 64 * g + 4 * k)
+            store_code(dst, y, g, k, np.int64(search_lanes.code(v, to_code, np.float32(-32), np.float32(31))) + 32)
+
+
+_, quantize_weighted = search_lanes.make_coders(SEARCH.size, NBYTES, block)
 
 
 @emitted("src dst n")
@@ -246,4 +272,4 @@ def runs(e, w, step):
 
 
 PANEL = Panel(256, 3360, 63, pack_block, runs, steps=8, parts=2, offset_shift=5)
-register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
+register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, False, quantize_weighted))

@@ -8,7 +8,7 @@ rounding gives. Then factors that suit these integers best are found, and all is
 group is the block, candidates are rounded to f16 before they are compared (`fit_signed`, `fit_range`).
 
 Arrays are [weights of a group, groups], so that sums add a group's weights one after the other, as the compiled forms
-(`ggjit.ops.quants.search_rows`) do, and give the same bits.
+(`ggjit.ops.quants.search_lanes`) do, and give the same bits.
 """
 
 from __future__ import annotations
@@ -57,6 +57,18 @@ def total(x: Floats) -> Floats:
     return out
 
 
+def row_means(x: Floats) -> Floats:
+    """Mean squares of rows, summed in 16 columns and those by halves."""
+    n = x.shape[1]
+    sums = (
+        total(np.moveaxis(np.square(x).reshape(len(x), n // 16, 16), 1, 0)) if n else np.zeros((len(x), 16), np.float32)
+    )
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return np.asarray(sums[:, 0] / np.float32(n), np.float32)
+
+
 def tenths(k: int) -> np.float32:
     """Candidate k of 0, -0.1, 0.1, -0.2, 0.2 ..."""
     return np.float32(0.1) * np.float32(-(k // 2) - 1 if k % 2 else k // 2)
@@ -95,7 +107,7 @@ def by_chunks(
     if imatrix is not None and np.shape(imatrix) != (x.shape[1] * x.shape[2],):
         raise ValueError(f"quantize: imatrix must have a shape ({x.shape[1] * x.shape[2]},), got {np.shape(imatrix)}")
     groups = x.shape[-1] // s.size
-    means = np.square(x).mean((1, 2)).repeat(x.shape[1] * groups)
+    means = row_means(x.reshape(len(x), -1)).repeat(x.shape[1] * groups)
     x = x.reshape(-1, s.size)
     known = None if imatrix is None else np.asarray(imatrix, np.float32).reshape(-1, s.size)
     found, n = [], CHUNK // groups * groups
