@@ -28,19 +28,17 @@ from ggjit.ops.quants.quant import (
     Panel,
     Part,
     Quant,
-    clamp,
     f16_bytes,
     from_bytes,
     inverse,
     largest,
     load_f16,
-    nearest,
     register,
     to_blocks,
 )  # fmt: skip
 from ggjit.ops.quants.search import Search, by_chunks, fit_scales
 
-memory = lazy_module("ggjit.ops.lib.memory")
+memory, vec = lazy_module("ggjit.ops.lib.memory"), lazy_module("ggjit.ops.lib.vec")
 TYPE = types.by_name("Q6_K")
 SIZE, NBYTES = 256, 210
 QH, SCALES, D = 128, 192, 208
@@ -48,6 +46,7 @@ assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 128 + 64 + 16 + 2)
 SEARCH = Search(size=16, low=-32, high=31, limit=128, n_steps=19, rounds=1)
 fit_block = search_lanes.make_fit_scales(SEARCH)
 TINY = np.float32(1e-15)  # magnitudes below it count as zero
+FACTORS = search_lanes.MINIMUM  # where in the buffer what gave the codes is
 STEPS = (0, *range(-9, 0), *range(1, 10))  # candidates: the largest value gets the code -(32 + step / 10)
 
 
@@ -123,55 +122,6 @@ def dequantize(b: Bytes) -> Floats:
 
 
 @jitted
-def best_scale(src, x):
-    """The scale of 16 f32 and what they were multiplied by for their codes; 0 and 0 where all are tiny."""
-    top = np.float32(0)
-    for i in range(16):
-        v = memory.load_f32(src, x + 4 * i)
-        top = v if abs(v) > abs(top) else top
-    best = scale = found = np.float32(0)
-    if abs(top) < np.float32(1e-15):
-        return scale, found
-    for k in range(19):
-        step = k if k == 0 else (k - 10 if k < 10 else k - 9)
-        to_code = -(np.float32(32) + np.float32(0.1) * np.float32(step)) / top
-        xq = qq = np.float32(0)
-        for i in range(16):
-            v = memory.load_f32(src, x + 4 * i)
-            code = clamp(nearest(v * to_code), np.float32(-32), np.float32(31))
-            w = v * v
-            xq += w * v * code
-            qq += w * code * code
-        if qq > 0 and xq * xq > best * qq:
-            scale = xq / qq
-            best, found = scale * xq, to_code
-    return scale, found
-
-
-@jitted
-def quantize_row(src, src_offs, dst, dst_offs, n):
-    """Quantize n f32 to blocks, as `quantize` without importance matrix."""
-    for i in range(n // 256):
-        x, y = src_offs + 1024 * i, dst_offs + 210 * i
-        for j in range(210):
-            memory.store_u8(dst, y + j, 0)
-        top = np.float32(0)
-        for g in range(16):
-            s = best_scale(src, x + 64 * g)[0]
-            top = s if abs(s) > abs(top) else top
-        if abs(top) < np.float32(1e-15):
-            continue
-        to_code = np.float32(-128) / top
-        memory.store_f16(dst, y + D, np.float32(1) / to_code)
-        d = memory.load_f16(dst, y + D)
-        for g in range(16):
-            scale, found = best_scale(src, x + 64 * g)
-            code = np.int64(clamp(nearest(to_code * scale), np.float32(-128), np.float32(127)))
-            memory.store_i8(dst, y + SCALES + g, code)
-            quantize_group(src, x + 64 * g, dst, y, g, d * np.float32(code), found)
-
-
-@jitted
 def store_code(dst, y, g, k, q):
     """Write code k of group g into a block that held zeros."""
     h, j = g // 8, g // 2 % 4
@@ -182,17 +132,65 @@ def store_code(dst, y, g, k, q):
 
 
 @jitted
-def quantize_group(src, x, dst, y, g, step, found):
-    """Write the codes of group g into a block that held zeros; by the factor `found` if the step is 0."""
-    for k in range(16):
-        v = memory.load_f32(src, x + 4 * k)
-        v = v * found if step == 0 else v / step
-        q = np.int64(nearest(clamp(v, np.float32(-32), np.float32(31)))) + 32
-        store_code(dst, y, g, k, 0 if step == 0 and found == 0 else q)
+def fit_lanes(found):
+    """As `_best_scales`, of 16 groups: scales to SCALE, what they were multiplied by for their codes to FACTORS."""
+    top = search_lanes.largest(found, 16)
+    best = scale = factor = vec.zero()
+    for k in range(19):
+        step = k if k == 0 else (k - 10 if k < 10 else k - 9)
+        to_code = -(np.float32(32) + np.float32(0.1) * np.float32(step)) / top
+        xq = qq = vec.zero()
+        for i in range(16):
+            v = vec.load(found, search_lanes.X + 64 * i)
+            code = search_lanes.codes(v, to_code, np.float32(-32), np.float32(31))
+            w = v * v
+            xq, qq = xq + w * v * code, qq + w * code * code
+        better = (qq > np.float32(0)) & (xq * xq > best * qq)
+        fitted = xq / vec.select(qq > np.float32(0), qq, np.float32(1))
+        scale, best = vec.select(better, fitted, scale), vec.select(better, fitted * xq, best)
+        factor = vec.select(better, to_code, factor)
+    tiny = vec.abs(top) < TINY
+    vec.store(found, search_lanes.SCALE, vec.select(tiny, np.float32(0), scale))
+    vec.store(found, FACTORS, vec.select(tiny, np.float32(0), factor))
+
+
+@jitted
+def code_lanes(found, d):
+    """Codes + 32 of 16 groups to Q, for d and the scales in L; by the factors of `fit_lanes` where that is 0."""
+    step, factor = vec.load(found, search_lanes.L) * d, vec.load(found, FACTORS)
+    is_zero = step == np.float32(0)
+    for i in range(16):
+        v = vec.load(found, search_lanes.X + 64 * i)
+        v = vec.select(is_zero, v * factor, v / step)
+        q = search_lanes.codes(v, np.float32(1), np.float32(-32), np.float32(31)) + np.float32(32)
+        q = vec.select(is_zero & (factor == np.float32(0)), np.float32(0), q)
+        vec.store(found, search_lanes.Q + 64 * i, q)
 
 
 @jitted
 def block(found, src, x, dst, y):
+    """Fit 256 f32, loaded into the buffer, without weights and write the block."""
+    fit_lanes(found)
+    for j in range(210):
+        memory.store_u8(dst, y + j, 0)
+    top = np.float32(0)
+    for g in range(16):
+        s = search_lanes.small(found, search_lanes.SCALE, g)
+        top = s if abs(s) > abs(top) else top
+    if abs(top) >= TINY:
+        to_code = np.float32(-128) / top
+        memory.store_f16(dst, y + D, np.float32(1) / to_code)
+        scales = search_lanes.codes(vec.load(found, search_lanes.SCALE), to_code, np.float32(-128), np.float32(127))
+        vec.store(found, search_lanes.L, scales)
+        code_lanes(found, memory.load_f16(dst, y + D))
+        for g in range(16):
+            memory.store_i8(dst, y + SCALES + g, np.int64(search_lanes.small(found, search_lanes.L, g)))
+            for k in range(16):
+                store_code(dst, y, g, k, np.int64(search_lanes.small(found, search_lanes.Q + 64 * k, g)))
+
+
+@jitted
+def weighted_block(found, src, x, dst, y):
     """Fit 256 f32 with their weights, loaded into the buffer, and write the block."""
     d = fit_block(found)
     for j in range(208):
@@ -207,7 +205,8 @@ def block(found, src, x, dst, y):
             store_code(dst, y, g, k, np.int64(search_lanes.code(v, to_code, np.float32(-32), np.float32(31))) + 32)
 
 
-_, quantize_weighted = search_lanes.make_coders(SEARCH.size, NBYTES, block)
+quantize_row, _ = search_lanes.make_coders(16, NBYTES, block)
+_, quantize_weighted = search_lanes.make_coders(SEARCH.size, NBYTES, weighted_block)
 
 
 @emitted("src dst n")
