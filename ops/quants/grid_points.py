@@ -22,7 +22,6 @@ from ggjit.ops.quants.grids import grid
 
 emit = lazy_module("ggjit.ops.lib.emit")
 ROW = 128  # bytes from one coordinate of 32 octets to the next, and of a word of the result
-UNROLL = 4
 TURNED, ENTRY, ENTRY_TURNED, SECOND, RESULT = 128, 256, 384, 512, 640
 
 
@@ -31,16 +30,12 @@ def lists(name):
     """A codebook for the emitted code, three lists as bytes.
 
     Returns:
-        First halves (offset in a table, begin, end); second halves (offset in a table), filled up to a multiple of 4
-        for each first one; numbers in the codebook beside them.
+        First halves (offset in a table, begin, end); their second halves (offset in a table), one after the other;
+        numbers in the codebook beside them.
     """
     h = halves_of(name)
-    count = np.diff(h.starts, append=len(h.v))
-    filled = -(-count // UNROLL) * UNROLL
-    begin = filled.cumsum() - filled
-    within = np.arange(filled.sum()) - begin.repeat(filled)
-    place = h.starts.repeat(filled) + np.minimum(within, count.repeat(filled) - 1)
-    found = np.stack([64 * h.u, begin, begin + filled], 1), 64 * h.v[place], h.entry[place]
+    ends = np.append(h.starts[1:], len(h.v))
+    found = np.stack([64 * h.u, h.starts, ends], 1), 64 * h.v, h.entry
     return tuple(v.astype(np.int32).tobytes() for v in found)
 
 
@@ -49,16 +44,6 @@ def combined(e, parts, join):
     while len(parts) > 1:
         parts = [[join(a, b) for b in parts[i + 1] for a in parts[i]] for i in range(0, len(parts), 2)]
     return parts[0]
-
-
-def less(e, a, c):
-    """Mask of a < c."""
-    return e.map(lambda x, y: e.b.fcmp_ordered("<", x, y), a, c)
-
-
-def choose(e, mask, a, c):
-    """a where the mask is set, c elsewhere."""
-    return e.map(e.b.select, mask, a, c)
 
 
 def smaller(e, a, c):
@@ -106,7 +91,7 @@ def make_point(s, track):
     """
     n, n_values, turned = half_size(s.grid), len(s.values[0]), s.even_signs
     first, second, entry = lists(s.grid)
-    nbytes, n_u = 64 * n_values**n, len(first) // 12
+    nbytes = 64 * n_values**n
 
     @emitted("x steps values tables result")
     def point(e, x, steps, values, tables, result):
@@ -117,8 +102,9 @@ def make_point(s, track):
         store_half(e, x, scaled, turns, n, e0, e1)
         store_half(e, e.add(x, ROW * n), scaled, turns, n, f0, f1)
         of_u, of_v, of_entry = (Table(e, data, 4).address for data in (first, second, entry))
-        found = search(e, (e0, e1, f0, f1), of_u, of_v, n_u, turned, track)
-        for word, v in zip((0, ENTRY, TURNED, ENTRY_TURNED, SECOND) if track else (0, TURNED), found, strict=False):
+        found = search(e, (e0, e1, f0, f1), seconds_of(first, second), turned, track)
+        words = (0, ENTRY, TURNED, ENTRY_TURNED, SECOND) if track else (0, TURNED)
+        for word, v in zip(words if turned else words[: 1 + track], found, strict=False):
             e.store(result, v, word)
         if track:
             number(e, result, ENTRY, None, (f0, f1), of_u, of_v, of_entry)
@@ -134,44 +120,57 @@ def record(e, of_u, i):
     return [e.b.zext(e.load(at, 4 * k, emit.I32), emit.I64) for k in range(3)]
 
 
-def search(e, tables, of_u, of_v, n_u, turned, track):
-    """The least error, and the first half that gives it; then both with a turn, and whether that lies in v."""
+def seconds_of(first, second):
+    """Second halves by first half, as offsets in a table: [(offset of u, offsets of v)]."""
+    records, of_v = np.frombuffer(first, np.int32).reshape(-1, 3).tolist(), np.frombuffer(second, np.int32).tolist()
+    return [(u, sorted(set(of_v[begin:end]))) for u, begin, end in records]
+
+
+def least_of(e, table, part, block):
+    """For each first half of a block the least of its second halves' errors, as i32 vectors of one part.
+
+    A second half is loaded once for all of them, whose minima stay in registers.
+    """
+    kind, found = emit.vector(emit.I32, e.lanes), {}
+    for v in sorted({v for _, vs in block for v in vs}):
+        x = e.load(table, v + part * e.nbytes, kind)
+        for u, vs in block:
+            if v in vs:
+                found[u] = e.call(f"llvm.smin.v{e.lanes}i32", kind, found[u], x) if u in found else x
+    return [e.b.bitcast(found[u], emit.vector(emit.F32, e.lanes)) for u, _ in block]
+
+
+def search(e, tables, pairs, turned, track):
+    """The least error, and the first half that gives it; then both with a turn, and whether that lies in v.
+
+    One part of the lanes after the other, so many first halves at once as there are registers for.
+    """
     e0, e1, f0, f1 = tables
-    infinite, none = e.f32_const(float("inf")), e.i32_const(0)
-
-    def body(i, *best):
-        offset, begin, end = record(e, of_u, i)
-
-        def least(j, *found):
-            at = e.add(of_v, e.mul(j, 4))
-            places = [e.b.zext(e.load(at, 4 * k, emit.I32), emit.I64) for k in range(UNROLL)]
-            out = []
-            for table, so_far in zip((f0, f1), found, strict=False):
-                a, b, c, d = (e.load_f32(table, p) for p in places)
-                out.append(smaller(e, smaller(e, smaller(e, a, b), smaller(e, c, d)), so_far))
-            return out
-
-        v = e.loop(end, [infinite] * (2 if turned else 1), least, start=begin, step=UNROLL)
-        u = e.load_f32(e0, offset)
-        total = e.fadd(u, v[0])
-        number = [e.splat(e.b.trunc(i, emit.I32))] * e.parts
-        mask = less(e, total, best[0])
-        out = [choose(e, mask, total, best[0])]
-        if track:
-            out.append(choose(e, mask, number, best[1]))
-        if turned:
-            in_u, in_v = e.fadd(e.load_f32(e1, offset), v[0]), e.fadd(u, v[1])
-            is_second = less(e, in_v, in_u)
-            total, old = choose(e, is_second, in_v, in_u), best[len(out)]
-            mask = less(e, total, old)
-            out.append(choose(e, mask, total, old))
-            if track:
-                flag = e.map(lambda m: e.b.zext(m, emit.vector(emit.I32, e.lanes)), is_second)
-                out += [choose(e, mask, number, best[3]), choose(e, mask, flag, best[4])]
-        return out
-
-    start = [infinite, none, infinite, none, none] if track else [infinite, infinite]
-    return e.loop(n_u, start[: len(start) if turned else (2 if track else 1)], body)
+    kind, out = emit.vector(emit.F32, e.lanes), []
+    size = (24 if e.level == "avx512" else 12) // (2 if turned else 1)
+    for part in range(e.parts):
+        best = [e.f32_const(float("inf"))[0], e.i32_const(0)[0]] * 2 + [e.i32_const(0)[0]]
+        for begin in range(0, len(pairs), size):
+            block = pairs[begin : begin + size]
+            least = least_of(e, f0, part, block)
+            least_turned = least_of(e, f1, part, block) if turned else least
+            for k, (u, _) in enumerate(block):
+                error, number = e.load(e0, u + part * e.nbytes, kind), e.i32_const(begin + k)[0]
+                total = e.b.fadd(error, least[k])
+                better = e.b.fcmp_ordered("<", total, best[0])
+                best[0], best[1] = e.b.select(better, total, best[0]), e.b.select(better, number, best[1])
+                if turned:
+                    in_u = e.b.fadd(e.load(e1, u + part * e.nbytes, kind), least[k])
+                    in_v = e.b.fadd(error, least_turned[k])
+                    second = e.b.fcmp_ordered("<", in_v, in_u)
+                    total = e.b.select(second, in_v, in_u)
+                    better = e.b.fcmp_ordered("<", total, best[2])
+                    flag = e.b.zext(second, number.type)
+                    for i, v in ((2, total), (3, number), (4, flag)):
+                        best[i] = e.b.select(better, v, best[i])
+        out.append(best)
+    found = [list(v) for v in zip(*out, strict=True)]  # LLVM drops what is not used
+    return found if track else [found[0], found[2]]
 
 
 def number(e, result, word, second, tables, of_u, of_v, of_entry):

@@ -94,15 +94,14 @@ def geometric(low: float, high: float, n: int) -> tuple[float, ...]:
 
 @functools.cache
 def halves_of(name: str) -> Halves:
-    """The codebook of a type as pairs of halves, by first halves, those with most second halves first."""
+    """The codebook of a type as pairs of halves."""
     points = grid(name).astype(np.int64)
     n, base = points.shape[1] // 2, 3 if points.shape[1] == 8 else 8
     powers = base ** np.arange(n)
     first, second = points[:, :n] @ powers, points[:, n:] @ powers
-    count = np.bincount(first, minlength=base**n)
-    order = np.lexsort((second, first, -count[first]))
-    u = np.array(list(dict.fromkeys(first[order].tolist())))
-    return Halves(n, base**n, u, np.append(0, count[u].cumsum()[:-1]), second[order], order)
+    order = np.lexsort((second, first))
+    u, starts = np.unique(first[order], return_index=True)
+    return Halves(n, base**n, u, starts, second[order], order)
 
 
 def check_imatrix(n: int, imatrix: Floats | None) -> None:
