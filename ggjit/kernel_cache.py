@@ -75,13 +75,13 @@ def _mentions(path: Path) -> frozenset[str]:
 @functools.cache
 def _lib_hash(name: str) -> str:
     """Hash of a module of ops/lib and of all modules of ggjit.ops that it names, directly or not."""
-    seen, todo = set(), {name}
-    while todo:
-        module = todo.pop()
+    seen, pending = set(), {name}
+    while pending:
+        module = pending.pop()
         seen.add(module)
         path = _ops_module(module)
         if path is not None:
-            todo |= _mentions(path) - seen
+            pending |= _mentions(path) - seen
     files = [(module, file_hash(str(path))) for module in sorted(seen) if (path := _ops_module(module)) is not None]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 

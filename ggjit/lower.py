@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 BARRIER, COUNTER = 1, 2
 SCRATCH_ALIGN = 64
 _RECORDS = 256  # headers in each context of a lowering
-_SRC_AT = 152
 
 
 class Step(NamedTuple):

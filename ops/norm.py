@@ -226,25 +226,33 @@ def row_factors(is_norm: bool):
 
 
 @functools.cache
-def make_norm(name: str):
-    """Kernel for contiguous rows."""
+def make_norm(name: str, is_scaled: bool = False):
+    """Kernel for contiguous rows; if it is scaled norm(src0) * src1, plus src2 if that is there."""
     is_norm = name == "norm"
-    write, factors, first_sum = write_row(is_norm, False), row_factors(is_norm), sum_of if is_norm else sum_of_squares
+    write, factors = write_row(is_norm, is_scaled), row_factors(is_norm)
+    first_sum = sum_of if is_norm else sum_of_squares
 
     @kernel
-    def norm_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
-        eps, n, none = memory.f32_from_bits(op_params[0]), dst_ne[0], np.int64(0)
+    def norm_rows(
+        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
+        ith, nth,
+    ):  # fmt: skip
+        eps, n, has_bias = memory.f32_from_bits(op_params[0]), dst_ne[0], src2_ne[0] > 0
         first, last = rows.whole(dst_ne, ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
         after = rows.offset(src0_nb, i1, i2, i3)
         total = first_sum(src0, after, n) if first < last else np.float32(0)
         for k in range(first, last):
-            to, at = rows.offset(dst_nb, i1, i2, i3), after
+            to, at, by, plus = rows.offset(dst_nb, i1, i2, i3), after, np.int64(0), np.int64(0)
+            if is_scaled:
+                by = rows.repeated(src1_ne, src1_nb, i1, i2, i3)
+                if has_bias:
+                    plus = rows.repeated(src2_ne, src2_nb, i1, i2, i3)
             i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
             if k + 1 < last:
                 after = rows.offset(src0_nb, i1, i2, i3)
             shift, scale = factors(src0, at, n, total, eps)
-            total = write(dst, to, src0, at, n, shift, scale, after, src0, none, src0, none, False)
+            total = write(dst, to, src0, at, n, shift, scale, after, src1, by, src2, plus, has_bias)
 
     return norm_rows
 
@@ -301,36 +309,6 @@ for _op in (NORM, RMS_NORM):
 # --- fusion with the weight and the bias that follow ------------------------------------------------------------------
 
 
-@functools.cache
-def make_norm_scaled(name: str):
-    """Kernel for contiguous rows: norm(src0) * src1, plus src2 if it is there."""
-    is_norm = name == "norm"
-    write, factors, first_sum = write_row(is_norm, True), row_factors(is_norm), sum_of if is_norm else sum_of_squares
-
-    @kernel
-    def norm_scaled(
-        dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
-        ith, nth,
-    ):  # fmt: skip
-        eps, n, has_bias = memory.f32_from_bits(op_params[0]), dst_ne[0], src2_ne[0] > 0
-        first, last = rows.whole(dst_ne, ith, nth)
-        i1, i2, i3 = rows.position(dst_ne, first)
-        after = rows.offset(src0_nb, i1, i2, i3)
-        total = first_sum(src0, after, n) if first < last else np.float32(0)
-        for k in range(first, last):
-            to, at = rows.offset(dst_nb, i1, i2, i3), after
-            by, plus = rows.repeated(src1_ne, src1_nb, i1, i2, i3), np.int64(0)
-            if has_bias:
-                plus = rows.repeated(src2_ne, src2_nb, i1, i2, i3)
-            i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
-            if k + 1 < last:
-                after = rows.offset(src0_nb, i1, i2, i3)
-            shift, scale = factors(src0, at, n, total, eps)
-            total = write(dst, to, src0, at, n, shift, scale, after, src1, by, src2, plus, has_bias)
-
-    return norm_scaled
-
-
 def _operand(node, x, name):
     """The f32 rows that `node` multiplies x by or adds to it; None if it does something else."""
     if node is None or node.op.name != name or node.src[0] is not x:
@@ -357,7 +335,7 @@ def _fuse(match, node):
     sources = (x, weight, bias)
 
     def emit(low):
-        low.emit(make_norm_scaled(node.op.name), chain[-1], src=sources, params=bytes(node.op_params))
+        low.emit(make_norm(node.op.name, True), chain[-1], src=sources, params=bytes(node.op_params))
 
     return Fused(chain, reads, (x,), emit)
 

@@ -6,9 +6,17 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ggjit.gguf import ValueType
+
 CODES = "BbHhIif?"
 WIDE = {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+SCALARS = [
+    (ValueType.UINT8, 200), (ValueType.INT8, -100), (ValueType.UINT16, 60000), (ValueType.INT16, -30000),
+    (ValueType.UINT32, 4_000_000_000), (ValueType.INT32, -2_000_000_000), (ValueType.FLOAT32, 0.5),
+    (ValueType.BOOL, True), (ValueType.STRING, "grüße"), (ValueType.UINT64, 1 << 63), (ValueType.INT64, -(1 << 62)),
+    (ValueType.FLOAT64, 1e300),
+]  # fmt: skip
 
 
 def string(text: str | bytes) -> bytes:

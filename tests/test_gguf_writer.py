@@ -7,19 +7,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from gguf_bytes import ARRAY, STRING, entry, tensor
+from gguf_bytes import ARRAY, SCALARS, STRING, entry, tensor
 from gguf_bytes import gguf as gguf_bytes
 
 from ggjit import types
 from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile, GgufWriter, ValueType
-
-SCALARS = [
-    (ValueType.UINT8, 200), (ValueType.INT8, -100), (ValueType.UINT16, 60000), (ValueType.INT16, -30000),
-    (ValueType.UINT32, 4_000_000_000), (ValueType.INT32, -2_000_000_000), (ValueType.FLOAT32, 0.5),
-    (ValueType.BOOL, True), (ValueType.STRING, "grüße"), (ValueType.UINT64, 1 << 63), (ValueType.INT64, -(1 << 62)),
-    (ValueType.FLOAT64, 1e300),
-]  # fmt: skip
 
 
 @pytest.fixture

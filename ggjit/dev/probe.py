@@ -148,16 +148,16 @@ class Probe:
         if len(own) > 1 and all(_PLAIN <= set(taken) for taken in alone.values()):
             self.takes_all = True  # each leaf is of any type: what is done is up to a user's function
             return
-        todo = [{i: t} for i, taken in alone.items() for t in taken if t is not own[i]]
+        pending = [{i: t} for i, taken in alone.items() for t in taken if t is not own[i]]
         for kind in dict.fromkeys(own):
             same = [i for i, t in enumerate(own) if t is kind]
             together = [dict.fromkeys(same, t) for t in types.all_types() if len(same) > 1 and t is not kind]
-            todo += [kinds for kinds in together if self._try(case, seed, kinds)]
-        while todo:
-            kinds = todo.pop()
+            pending += [kinds for kinds in together if self._try(case, seed, kinds)]
+        while pending:
+            kinds = pending.pop()
             more = [{**kinds, i: t} for i in range(max(kinds) + 1, len(own)) for t in alone[i] if t is not own[i]]
             more += [{**kinds, i: own[i]} for i in kinds if len(kinds) > 1]
-            todo += [kinds for kinds in more if self._try(case, seed, kinds, new=True)]
+            pending += [kinds for kinds in more if self._try(case, seed, kinds, new=True)]
 
     def _try(self, case: Case, seed: int, kinds: Kinds, new: bool = False) -> bool:
         """Is the case taken with leafs of other types; with `new`: and was that not known."""

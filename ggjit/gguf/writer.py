@@ -42,8 +42,6 @@ __all__ = ["GgufWriter", "new_file"]
 VERSION = 3
 _PIECE = 16 << 20  # bytes given to the file at once
 
-Pieces = Iterable[Any]
-
 
 class _Tensor(NamedTuple):
     name: str
