@@ -57,7 +57,6 @@ class Match:
         self._uses, self._nodes, self._kept = graph.use_counts, graph.nodes, graph.kept
         self._at = {t: i for i, t in enumerate(graph.nodes)}
         self._readers = {s: t for t in graph.nodes for s in t.src if s is not None}
-        self._fused: set[Tensor] = set()
 
     def reader(self, t: Tensor) -> Tensor | None:
         """The one node that reads `t`; None if there are more, or if the values of `t` can be seen otherwise."""
