@@ -471,6 +471,9 @@ def _check_whole(array: NDArray[Any], type: Type) -> None:
         )
 
 
+_MANY = 1 << 16  # values for which compiling a search pays
+
+
 def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
     """Values as the bytes of a contiguous tensor of `type`, shape (..., bytes of a row)."""
     if type is _types.BF16:
@@ -490,7 +493,12 @@ def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
     if not array.size:
         return np.zeros((*array.shape[:-1], row_size(type, array.shape[-1])), np.uint8)
     rows = np.ascontiguousarray(array, np.float32).reshape(-1, array.shape[-1])
-    encoded: NDArray[np.uint8] = _quant(type).quantize(rows)
+    if _quant(type).searches and rows.size >= _MANY:
+        from ggjit.quantize import quantize_rows
+
+        encoded = quantize_rows(type, rows)
+    else:
+        encoded = _quant(type).quantize(rows)
     return encoded.reshape(*array.shape[:-1], -1)
 
 
