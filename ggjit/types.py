@@ -49,6 +49,11 @@ class Type:
             importlib.import_module("ggjit.ops.quants")
         return self._quant
 
+    @property
+    def has_panel(self) -> bool:
+        """Can matrix products read it as weights of blocks?"""
+        return self.quant is not None and self.quant.panel is not None
+
     def __repr__(self) -> str:
         return self.name
 

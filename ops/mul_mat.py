@@ -113,7 +113,7 @@ def is_packed(a: Tensor) -> bool:
 
 def takes(a: Tensor, b: Tensor) -> bool:
     """Are there kernels for the types, and are packed weights whole?"""
-    if a.type not in FLOATS and a.type.quant is None:
+    if a.type not in FLOATS and not a.type.has_panel:
         return False
     if b.type not in FLOATS and (b.type not in INT8 or a.type in FLOATS):
         return False

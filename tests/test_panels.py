@@ -18,7 +18,7 @@ from ggjit.cpu import LEVELS, cpu_level
 from ggjit.ops.lib import float_panel, panel_activations, panel_kernels
 
 FLOATS = tuple(float_panel.UNITS)
-TYPES = (*FLOATS, *(t.name for t in types.all_types() if t.is_quantized and t.quant is not None))
+TYPES = (*FLOATS, *(t.name for t in types.all_types() if t.has_panel))
 NO_PARAMS = np.zeros(16, np.int32)
 ABSENT = (None, (0, 0, 0, 0), (0, 0, 0, 0)) * 2  # src2 and src3 of few_kernel, for what follows a product
 

@@ -51,7 +51,9 @@ def random_values(rows, n):
 def test_registered(name):
     t = types.by_name(name)
     assert t.quant.type is t
-    panel.check_panel(name)
+    assert t.has_panel == (name not in ("Q8_1", "Q8_K"))
+    if t.has_panel:
+        panel.check_panel(name)
 
 
 def weights_of(name, n):
@@ -72,7 +74,7 @@ def test_round_trip(name):
     error = np.square(y - x).sum() / np.square(x).sum()
     assert (
         error
-        < {1: 0.4, 2: 0.15, 3: 0.04, 4: 0.02, 5: 0.01, 6: 2e-3, 8: 1e-4}[
+        < {1: 0.4, 2: 0.15, 3: 0.04, 4: 0.02, 5: 0.01, 6: 2e-3, 8: 1e-4, 9: 1e-4}[
             2 if name in TERNARY else t.type_size * 8 // t.blck_size
         ]
     )
@@ -111,22 +113,24 @@ def test_bytes_as_ggml(name, reference):
     quant = types.by_name(name).quant
     for case in read_cases(reference / "ops" / f"quantize_{name.lower()}.npz"):
         arrays, meta = case.arrays, case.meta
-        y = quant.dequantize(arrays["q"])
-        assert np.array_equal(y.view(np.uint32), arrays["y"].view(np.uint32)), (case.id, meta["pattern"])
+        q = arrays.get("q", arrays.get("q_cpu"))
+        y = quant.dequantize(q)
+        if "y" in arrays:
+            assert np.array_equal(y.view(np.uint32), arrays["y"].view(np.uint32)), (case.id, meta["pattern"])
         if meta["kind"] != "quantize":
             continue
         if name == "IQ4_NL" and "q_cpu" in arrays:
             q = convert_rows(name, "quantize_row", arrays["x"], meta["n"], arrays["q"].shape[1])
             assert np.array_equal(q, arrays["q_cpu"]), (case.id, meta["pattern"])
-        q = quant.quantize(arrays["x"], arrays.get("imatrix"))
+        want, q = q, quant.quantize(arrays["x"], arrays.get("imatrix"))
         if meta["imatrix"] or quant.searches:
             weights = arrays.get("imatrix", np.float32(1)).astype(np.float64)
             errors = [(weights * np.square(v - arrays["x"].astype(np.float64))).sum() for v in (quant.dequantize(q), y)]
             assert errors[0] <= errors[1], (case.id, meta["pattern"])
         elif meta.get("q_exact", True):
-            assert np.array_equal(q, arrays["q"]), (case.id, meta["pattern"])
+            assert np.array_equal(q, want), (case.id, meta["pattern"])
         else:
-            assert np.array_equal(quant.dequantize(q), arrays["y"]), (case.id, meta["pattern"])
+            assert np.array_equal(quant.dequantize(q), y), (case.id, meta["pattern"])
 
 
 WEIGHTED = [name for name in TYPES if types.by_name(name).quant.quantize_weighted is not None]

@@ -111,7 +111,7 @@ PANEL = PanelBufferType()
 def _has_panel(type: Type) -> bool:
     from ggjit.ops.lib.float_panel import UNITS
 
-    return type.name in UNITS or type.quant is not None
+    return type.name in UNITS or type.has_panel
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ Where the sources of these numbers disagree:
 - IQ3_S has 110 bytes for 256 values, 3.4375 bits; lists that say 3.3125 are wrong.
 - ggml itself refuses IQ2_XXS, IQ2_XS and IQ1_S without an importance matrix. llama.cpp's program for quantizing asks
   for one with IQ3_XXS, IQ2_S and IQ1_M, and with Q2_K in its mix Q2_K_S; not for the token embedding and the output.
-- Q8_1 and Q8_K are forms of activations in ggml's products: no file holds them, and no code is registered here.
+- Q8_1 and Q8_K are forms of activations in ggml's products: no file holds them, and they are no weights here.
 """
 NEEDED_BY_GGML = ("IQ2_XXS", "IQ2_XS", "IQ1_S")
 
@@ -121,6 +121,7 @@ def groups() -> dict[str, frozenset[Type]]:
         "all": frozenset(types.all_types()),
         "plain": plain,
         "quantized": coded,
+        "weights": frozenset(t for t in coded if t.has_panel),
         "written": frozenset(t for t in coded if is_encodable(t)),  # type: ignore[no-untyped-call]
     }
 
@@ -172,7 +173,7 @@ def ops_page() -> str:
     unwritten = names(frozenset(known["quantized"] - known["written"]))
     text = (
         f"`plain` are {' '.join(t.name for t in types.all_types() if not t.is_quantized)};\n"
-        f"  `quantized` all block types but Q8_1 and Q8_K; `written` those of them but {unwritten}."
+        f"  `quantized` all block types; `weights` those but Q8_1 and Q8_K; `written` all but {unwritten}."
     )
     head = "| op | id | file | types | layout | backend | in place | gradient |\n|---|---|---|---|---|---|---|---|\n"
     return OPS.format(groups=text) + head + "\n".join(rows) + "\n"
@@ -201,7 +202,8 @@ def types_page() -> str:
     for t in types.all_types():
         if t.id >= types.FIRST_USER_ID:
             continue
-        panel = "-" if t.quant is None else f"{t.quant.panel.nbytes * 8 / 16 / t.quant.panel.blck_size:g}"
+        found = None if t.quant is None else t.quant.panel
+        panel = "-" if found is None else f"{found.nbytes * 8 / 16 / found.blck_size:g}"
         quantize, imatrix = _quantizer(t)
         read = "yes" if not t.is_quantized or t.quant is not None else "-"
         written = "yes" if is_encodable(t) else "-"  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ def product_kernels(variants: Iterable[tuple[int | None, bool]]) -> list[Kernel]
     from ggjit.ops.lib import float_panel, panel_kernels
 
     found: list[Kernel] = []
-    for name in (*float_panel.UNITS, *(t.name for t in types.all_types() if t.quant is not None)):
+    for name in (*float_panel.UNITS, *(t.name for t in types.all_types() if t.has_panel)):
         found.append(panel_kernels.pack_kernel(name))
         for columns, packed in variants:
             many = columns is None

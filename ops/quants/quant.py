@@ -92,7 +92,7 @@ class Quant:
         dequantize: uint8 [rows, row_size] -> f32 [rows, n], in NumPy; bit for bit as ggml.
         quantize_row: jitted (src, src_offs, dst, dst_offs, n): n f32 to blocks; None: none while a graph runs.
         dequantize_row: jitted (src, src_offs, dst, dst_offs, n): blocks to n f32.
-        panel: how matrix products read it.
+        panel: how matrix products read it; None: it is a form of activations alone.
         searches: quantize has a search of its own, whose error is no larger than ggml's.
         quantize_weighted: jitted (src, src_offs, weights, weights_offs, weighted, dst, dst_offs, n, work): as
             quantize_row, errors weighted by n f32 of `weights` (an importance matrix) unless `weighted` is 0; work has
@@ -105,7 +105,7 @@ class Quant:
     dequantize: Callable[[Bytes], Floats]
     quantize_row: Jitted | None
     dequantize_row: Jitted
-    panel: Panel
+    panel: Panel | None
     searches: bool = False
     quantize_weighted: Jitted | None = None
     needs_imatrix: bool = False
