@@ -150,6 +150,71 @@ def test_weighted_as_numpy(name, given):
         assert np.array_equal(quantize_rows(quant.type, x, weights, n_threads), want)
 
 
+# Squared errors of ggml's coders (0.25.3) over squared values for the rows of `three_rows`: without importance matrix
+# (None: no search, or one is needed), and with one, weighted by it.
+GGML_ERRORS = {
+    "Q4_0": (None, (0.005035, 0.008257, 0.007748)),
+    "Q4_1": (None, (0.003666, 0.006093, 0.002871)),
+    "Q5_0": (None, (0.00128, 0.002178, 0.002153)),
+    "Q5_1": (None, (0.000798, 0.001286, 0.000704)),
+    "Q2_K": ((0.09012, 0.1107, 0.1226), (0.05873, 0.0635, 0.073)),
+    "Q3_K": ((0.02158, 0.02706, 0.01069), (0.01723, 0.02134, 0.003535)),
+    "Q4_K": ((0.004571, 0.006903, 0.002872), (0.00376, 0.006444, 0.004712)),
+    "Q5_K": ((0.001211, 0.001817, 0.001178), (0.0009112, 0.001559, 0.001231)),
+    "Q6_K": (None, (0.0002213, 0.000353, 9.387e-05)),
+    "IQ2_XXS": (None, (0.08762, 0.1144, 0.9003)),
+    "IQ2_XS": (None, (0.06729, 0.07915, 0.5535)),
+    "IQ3_XXS": ((0.04303, 0.06545, 0.3803), (0.02225, 0.03006, 0.1328)),
+    "IQ1_S": (None, (0.1906, 0.2616, 0.4706)),
+    "IQ4_NL": ((0.005334, 0.00696, 0.004483), (0.004303, 0.006035, 0.006911)),
+    "IQ3_S": ((0.02872, 0.03504, 0.2449), (0.01369, 0.01716, 0.1137)),
+    "IQ2_S": ((0.06814, 0.1104, 0.5315), (0.04604, 0.06447, 0.5242)),
+    "IQ4_XS": ((0.00548, 0.007182, 0.00577), (0.004438, 0.006266, 0.00791)),
+    "IQ1_M": ((0.347, 0.3257, 0.2684), (0.1629, 0.1693, 0.2752)),
+}
+
+
+def three_rows():
+    """Rows with light, heavier and heavy tails, and an importance matrix."""
+    u = np.random.default_rng(7).random((5, 512))
+    normal = np.sqrt(-2 * np.log(u[:3])) * np.cos(2 * np.pi * u[[1, 2, 0]])
+    x = np.stack([normal[0], np.log(u[1] / u[2]), normal[2] ** 5]).astype(np.float32)
+    return x, (-np.log(u[4])).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_errors_beside_ggml(name):
+    """No search leaves a larger error than ggml's."""
+    quant, (x, weights) = types.by_name(name).quant, three_rows()
+    for w, want in zip((None, weights), GGML_ERRORS[name], strict=True):
+        if want is not None:
+            e = np.square(quant.dequantize(quant.quantize(x, w)).astype(np.float64) - x)
+            errors = (e if w is None else w * e).sum(1) / np.square(x.astype(np.float64)).sum(1)
+            assert (errors <= np.array(want)).all(), errors / want
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TYPES)
+def test_beside_libgguf(name):
+    """Many rows by compiled code: the bytes of ggml's coders, or smaller errors."""
+    libgguf, kind = pytest.importorskip("libgguf"), types.by_name(name)
+    if kind.id not in libgguf._SUPPORTED_QUANTIZED_QTYPES:
+        pytest.skip("not there")
+    rng = np.random.default_rng(11)
+    x = (rng.standard_t(4, (16, 2048)) * np.exp(rng.standard_normal((16, 1)))).astype(np.float32)
+    weights = rng.gamma(1.0, 1.0, 2048).astype(np.float32)
+    for w in (weights, None):
+        if w is None and name in NEEDS_IMATRIX:
+            continue
+        got, want = quantize_rows(kind, x, w, 2), libgguf.quantize_rows(x, kind.id, w).reshape(16, -1)
+        if kind.quant.quantize_weighted is not None and (w is not None or kind.quant.searches):
+            scale = 1.0 if w is None else w.astype(np.float64)
+            errors = [(scale * np.square(kind.quant.dequantize(q).astype(np.float64) - x)).sum() for q in (got, want)]
+            assert errors[0] < errors[1]
+        elif name != "Q6_K":  # whose sums are rounded in another order
+            assert np.array_equal(got, want)
+
+
 @pytest.mark.parametrize("name", CODEBOOK)
 def test_codebook_search_on_edges(name):
     """No garbage: finite values of about the right size, whatever is given."""

@@ -38,7 +38,7 @@ memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q4_1")
 SIZE, NBYTES = 32, 20
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 16)
-SEARCH = Search(size=32, low=0, high=15, limit=0, n_steps=29, rounds=0)
+SEARCH = Search(size=32, low=0, high=15, limit=0, n_steps=45, rounds=0)
 
 
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:

@@ -39,7 +39,7 @@ memory = lazy_module("ggjit.ops.lib.memory")
 TYPE = types.by_name("Q5_1")
 SIZE, NBYTES = 32, 24
 assert (TYPE.blck_size, TYPE.type_size) == (SIZE, 2 + 2 + 4 + 16)
-SEARCH = Search(size=32, low=0, high=31, limit=0, n_steps=29, rounds=0)
+SEARCH = Search(size=32, low=0, high=31, limit=0, n_steps=45, rounds=0)
 
 
 def quantize(x: Floats, imatrix: Floats | None = None) -> Bytes:

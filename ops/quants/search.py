@@ -25,7 +25,7 @@ SINGULAR = np.float32(1e-5)  # a determinant below this share of its first term 
 NOISE = np.float32(1e-10)  # errors differ if they do so by this share of the squared values
 LARGEST = np.float32(65504)  # of f16
 FACTORS = 4  # candidates of a block's factor: the largest scale becomes -limit, one more and so on
-TWICE = 2  # times that codes give a scale and the scale codes
+TWICE, THRICE = 2, 3  # times that codes give a scale (and minimum) and these codes
 CHUNK = 4096  # groups at a time, so that their arrays stay in the cache
 
 
@@ -57,18 +57,6 @@ def total(x: Floats) -> Floats:
     return out
 
 
-def row_means(x: Floats) -> Floats:
-    """Mean squares of rows, summed in 16 columns and those by halves."""
-    n = x.shape[1]
-    sums = (
-        total(np.moveaxis(np.square(x).reshape(len(x), n // 16, 16), 1, 0)) if n else np.zeros((len(x), 16), np.float32)
-    )
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    return np.asarray(sums[:, 0] / np.float32(n), np.float32)
-
-
 def tenths(k: int) -> np.float32:
     """Candidate k of 0, -0.1, 0.1, -0.2, 0.2 ..."""
     return np.float32(0.1) * np.float32(-(k // 2) - 1 if k % 2 else k // 2)
@@ -90,7 +78,7 @@ def by_chunks(
 ) -> tuple[Floats, ...]:
     """Fit all blocks of rows, so many at a time.
 
-    Errors are weighted by rms of the group + |x|, or by imatrix * sqrt(mean square of the row + x^2).
+    Errors are weighted by rms of the group + |x|, or by the importance matrix.
 
     Args:
         fit: one of this module's.
@@ -107,7 +95,6 @@ def by_chunks(
     if imatrix is not None and np.shape(imatrix) != (x.shape[1] * x.shape[2],):
         raise ValueError(f"quantize: imatrix must have a shape ({x.shape[1] * x.shape[2]},), got {np.shape(imatrix)}")
     groups = x.shape[-1] // s.size
-    means = row_means(x.reshape(len(x), -1)).repeat(x.shape[1] * groups)
     x = x.reshape(-1, s.size)
     known = None if imatrix is None else np.asarray(imatrix, np.float32).reshape(-1, s.size)
     found, n = [], CHUNK // groups * groups
@@ -116,7 +103,7 @@ def by_chunks(
         if known is None:
             w = np.sqrt(total(np.square(part)) / np.float32(s.size)) + np.abs(part)
         else:
-            w = known[np.arange(i, i + part.shape[1]) % len(known)].T * np.sqrt(means[i : i + n] + np.square(part))
+            w = known[np.arange(i, i + part.shape[1]) % len(known)].T
         found.append(fit(s, part, w))
     return tuple(np.concatenate(v) for v in zip(*found, strict=True))
 
@@ -336,7 +323,7 @@ def fit_range(s: Search, x: Floats, w: Floats) -> tuple[Floats, ...]:
     best = total(w * np.square(m - x))
     for k in range(s.n_steps):
         new_d, new_m = divided(s, span, k), low
-        for _ in range(TWICE):
+        for _ in range(THRICE):
             q = codes(x, new_d, -new_m, 0, s.high)
             wq = w * q
             sum_q, sum_qq, sum_qx = total(wq), total(wq * q), total(wq * x)

@@ -4,7 +4,7 @@ Lanes are the groups of a block of 256 (8 or 16 of them), or 16 blocks of one gr
 the errors are brought into a buffer, transposed: word i of lane g is value i of group g.
 
     found = memory.local_8k()                                  # or the scratch of a conversion
-    load(src, x, weights, at, weighted, mean, found)           # make_load
+    load(src, x, weights, at, weighted, lanes, found)          # make_load
     d, dmin = fit_pairs(found)                                 # make_fit_pairs
     l, m = small(found, L, g), small(found, M, g)              # of group g
     q = code(value + dmin * m, reciprocal(d * l), low, high)
@@ -18,7 +18,7 @@ import numpy as np
 
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.quants.quant import clamp, nearest
-from ggjit.ops.quants.search import FACTORS, TWICE
+from ggjit.ops.quants.search import FACTORS, THRICE, TWICE
 
 memory = lazy_module("ggjit.ops.lib.memory")
 vec = lazy_module("ggjit.ops.lib.vec")
@@ -78,16 +78,6 @@ def value(found, i, lane):
     return memory.load_f32(found, X + 64 * i + 4 * lane)
 
 
-@jitted
-def row_mean(src, x, n):
-    """Mean square of n f32, as `search.row_means`."""
-    total = vec.zero()
-    for i in range(0, n, 16):
-        v = vec.load(src, x + 4 * i)
-        total = total + v * v
-    return vec.lane_sum(total) / np.float32(n)
-
-
 # ---- lanes ----------------------------------------------------------------------------------------------------------
 
 
@@ -124,16 +114,15 @@ def rounded_f16(found, v):
 
 @functools.cache
 def make_load(size, plain=False):
-    """Jitted (src, x, weights, at, weighted, mean, lanes, found): values and weights of groups to the buffer.
+    """Jitted (src, x, weights, at, weighted, lanes, found): values and weights of groups to the buffer.
 
     Groups of `size` f32 lie one after the other, from byte x of src, and as many weights from byte `at`; lanes beyond
-    the number of groups are zeros. `weighted` 0: weights are rms + |x|; else they are given, times sqrt(mean + x^2).
-    `plain`: 1, else as given.
+    the number of groups are zeros. `weighted` 0: weights are rms + |x|, or 1 where `plain`.
     """
     nbytes, count = 4 * size, np.float32(size)
 
     @jitted
-    def load(src, x, weights, at, weighted, mean, lanes, found):
+    def load(src, x, weights, at, weighted, lanes, found):
         squares = vec.zero()
         for i in range(size):
             v = vec.load_strided_first(src, x + 4 * i, nbytes, lanes)
@@ -145,7 +134,6 @@ def make_load(size, plain=False):
             w = vec.zero() + np.float32(1) if plain else rms + vec.abs(v)
             if weighted:
                 w = vec.load_strided_first(weights, at + 4 * i, nbytes, lanes)
-                w = w if plain else w * vec.sqrt(v * v + mean)
             vec.store(found, W + 64 * i, w)
 
     return load
@@ -478,7 +466,7 @@ def make_fit_range(search):
         best = error_of(found, d, m)
         for k in range(n_steps):
             new_d, new_m = span / (high + tenths(k)), low
-            for _ in range(TWICE):
+            for _ in range(THRICE):
                 to_code = inverse(new_d)
                 sum_q = sum_qq = sum_qx = vec.zero()
                 for i in range(size):
@@ -519,15 +507,14 @@ def make_coders(size, nbytes, block, plain=False):
     def quantize_row(src, src_offs, dst, dst_offs, n):
         found = memory.local_8k()
         for i in range(n // 256):
-            load(src, src_offs + 1024 * i, src, np.int64(0), 0, np.float32(0), groups, found)
+            load(src, src_offs + 1024 * i, src, np.int64(0), 0, groups, found)
             block(found, src, src_offs + 1024 * i, dst, dst_offs + nbytes * i)
 
     @jitted
     def quantize_weighted(src, src_offs, weights, weights_offs, weighted, dst, dst_offs, n, work):
-        mean = row_mean(src, src_offs, n)
         for i in range(n // 256):
             x = src_offs + 1024 * i
-            load(src, x, weights, weights_offs + 1024 * i, weighted, mean, groups, work)
+            load(src, x, weights, weights_offs + 1024 * i, weighted, groups, work)
             block(work, src, x, dst, dst_offs + nbytes * i)
 
     return quantize_row, quantize_weighted
@@ -547,11 +534,11 @@ def make_weighted_coder(size, nbytes, fit, block, plain=False):
 
     @jitted
     def quantize_weighted(src, src_offs, weights, weights_offs, weighted, dst, dst_offs, n, work):
-        mean, blocks = row_mean(src, src_offs, n), n // size
+        blocks = n // size
         for i in range(0, blocks, 16):
             lanes = blocks - i if blocks - i < 16 else 16
             x, at = src_offs + 4 * size * i, weights_offs + 4 * size * i
-            load(src, x, weights, at, weighted, mean, lanes, work)
+            load(src, x, weights, at, weighted, lanes, work)
             fit(work)
             for lane in range(lanes):
                 block(work, lane, dst, dst_offs + nbytes * (i + lane))
