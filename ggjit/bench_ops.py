@@ -218,7 +218,8 @@ class Bench:
             self.graph = Graph(64).build_forward_expand(self.node)
         self._dim, cut = self._sample()
         n = 1 if self._dim == 4 else self.node.ne[self._dim]
-        self._indices = np.unique(np.linspace(0, n - 1, min(n, N_SAMPLES)).astype(np.int64))
+        # Not evenly spaced: repeated rows would be met at the same phase again and again.
+        self._indices = np.sort(np.random.default_rng(seed).choice(n, min(n, N_SAMPLES), replace=False))
         self.want = self._reference(cut)
         self.weight_rows = {leaf.tensor: leaf.rows for leaf in self.leafs.made if not _is_host(leaf.tensor)}
         self.leafs.made.clear()

@@ -13,10 +13,18 @@ from ggjit.ops.attention import causal_mask
 
 __all__ = ["FAMILIES"]
 
+BEYOND_CACHES = 192 << 20  # bytes
+
 
 def _mul_mat(small: bool) -> Iterator[Shape]:
     k, m = (1024, 256) if small else (14336, 4096)
     for kind in [t.name for t in types.all_types() if t.name in PLAIN or t.is_quantized]:
+        rows = BEYOND_CACHES // types.row_size(types.by_name(kind), k) // 64 * 64
+        if not small and rows > m:  # 4096 rows of few bits fit into large caches
+            yield Shape(
+                "mul_mat", f"{rows} x {k}, 1 columns", kind,
+                lambda t, f=kind, m=rows: ops.mul_mat(t.weights(f, k, m), t("F32", k, 1)), (0, {0: 1}), False,
+            )  # fmt: skip
         for n in (1, 2, 3, 4, 5, 6, 7, 8, 512):
             default = kind in DEFAULT_TYPES and n in (1, 8, 512)
             yield Shape(
