@@ -197,9 +197,10 @@ class Kernel(Compiled):
 
     kind = "kernel"
 
-    def __init__(self, function: Callable[..., Any], counter: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], counter: bool = False, streams: bool = False) -> None:
         super().__init__(function)
-        self.uses_counter = counter
+        self.uses_counter, self.streams = counter, streams
+        self.kind = "streaming kernel" if streams else "kernel"
         names = list(inspect.signature(function).parameters)
         self.n_src = (len(names) - 7) // 3
         tensors = ["dst", *(f"src{i}" for i in range(self.n_src))]
@@ -230,7 +231,7 @@ class Kernel(Compiled):
         """Compile now, whatever the cache holds; return the object code or its assembly."""
         from ggjit import numba_entry
 
-        return numba_entry.compile_kernel(self.function, self.n_src, self.entry, assembly)
+        return numba_entry.compile_kernel(self.function, self.n_src, self.entry, assembly, self.streams)
 
     def __call__(self, *args: Any) -> None:
         """Run on NumPy arrays: uint8 buffers, four ints for ne and nb, op_params, work, ith, nth.
@@ -312,13 +313,17 @@ def intrinsic(function: Callable[..., Any]) -> Intrinsic:
 @overload
 def kernel(function: Callable[..., Any]) -> Kernel: ...
 @overload
-def kernel(*, counter: bool) -> Callable[[Callable[..., Any]], Kernel]: ...
-def kernel(function: Callable[..., Any] | None = None, *, counter: bool = False) -> Any:
+def kernel(*, counter: bool = False, streams: bool = False) -> Callable[[Callable[..., Any]], Kernel]: ...
+def kernel(
+    function: Callable[..., Any] | None = None, *, counter: bool = False, streams: bool = False
+) -> Any:
     """Make a kernel of a function with the fixed signature (see Kernel).
 
     `@kernel(counter=True)` for one that shares work by the chunk counter in work[0:8], which must be 0 when it begins.
+    `@kernel(streams=True)` for one that memory binds: it gets 256-bit registers, since accesses of 512 bits stream more
+    slowly. It must not use what exists for 512 bits only (`vec.exp` and what is made of it).
     """
-    return Kernel(function, counter) if function is not None else lambda f: Kernel(f, counter)
+    return Kernel(function, counter, streams) if function is not None else lambda f: Kernel(f, counter, streams)
 
 
 def words(function: Callable[..., Any]) -> Words:

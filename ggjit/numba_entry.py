@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,8 @@ from ggjit.ops.lib import vector_type  # noqa: E402, F401  (registers the operat
 U8, I64_ARRAY, I32_ARRAY = (types.Array(t, 1, "C") for t in (types.uint8, types.int64, types.int32))
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 RECORD_SIZE, NE_AT, NB_AT, PARAMS_AT, SRC_AT, DATA_AT = 336, 16, 48, 84, 152, 248  # offsets in a tensor's record
+_DEFINITION = re.compile(r"^(define [^\n]*?)( #\d+)? \{$", re.MULTILINE)
+_HALVED = '"prefer-vector-width"="256" "min-legal-vector-width"="0"'
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 
 
@@ -66,8 +69,11 @@ class _Library(codegen.CPUCodeLibrary):
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout  # optimised once, when complete
 
-    def emit(self, name: str, assembly: bool = False) -> bytes | str:
-        """Object code (or assembly) in which only the function `name` can be seen from outside."""
+    def emit(self, name: str, assembly: bool = False, halved: bool = False) -> bytes | str:
+        """Object code (or assembly) in which only the function `name` can be seen from outside.
+
+        Halved: vectors of 512 bits are split into two registers.
+        """
         self.finalize()
         module = self._final_module
         for value in (*module.functions, *module.global_variables):
@@ -78,6 +84,8 @@ class _Library(codegen.CPUCodeLibrary):
         tuning.loop_vectorization, tuning.slp_vectorization = True, False
         builder = llvm.create_pass_builder(machine, tuning)
         builder.getModulePassManager().run(module, builder)
+        if halved:  # after the passes: inlining would widen it again
+            module = llvm.parse_assembly(_DEFINITION.sub(rf"\1 {_HALVED}\2 {{", str(module)))
         return machine.emit_assembly(module) if assembly else machine.emit_object(module)
 
 
@@ -274,13 +282,15 @@ def _check_result(function: Callable[..., Any], return_type: Any, may_be_none: b
 
 
 @global_compiler_lock
-def compile_kernel(function: Callable[..., Any], n_src: int, name: str, assembly: bool = False) -> bytes | str:
-    """Object code (or assembly) of a kernel with the C entry `name`."""
+def compile_kernel(
+    function: Callable[..., Any], n_src: int, name: str, assembly: bool = False, halved: bool = False
+) -> bytes | str:
+    """Object code (or assembly) of a kernel with the C entry `name`; halved: without registers of 512 bits."""
     tensor = (U8, I64_ARRAY, I64_ARRAY)
     cres = _compile(function, tensor * (1 + n_src) + (I32_ARRAY, U8, types.int64, types.int64))
     _check_result(function, cres.signature.return_type, may_be_none=True)
     cres.library.add_ir_module(_KernelEntry(cres, n_src, name).build())
-    return cres.library.emit(name, assembly)
+    return cres.library.emit(name, assembly, halved)
 
 
 @global_compiler_lock

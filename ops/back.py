@@ -359,7 +359,7 @@ def make_get_rows_back(type_name: str):
     """Kernel for gradients of a type; each thread adds its columns of all rows."""
     gather, size, is_plain = staging.gather(type_name), types.by_name(type_name).type_size, type_name == "F32"
 
-    @kernel
+    @kernel(streams=is_plain)
     def get_rows_back(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         begin, end = rows.part(dst_ne[0], np.int64(16), ith, nth)
         n, slot = end - begin, COUNTER_LINE + 4 * dst_ne[0] * ith

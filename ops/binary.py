@@ -272,7 +272,7 @@ def make_binary(op: Op, d: Type, s0: Type, s1: Type, by_one: bool):
     row = (binary_row_by_one if by_one else binary_row)(op, d, s0, s1)
     size, size0, size1 = d.type_size, s0.type_size, 0 if by_one else s1.type_size
 
-    @kernel
+    @kernel(streams=d is types.F32)
     def binary(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)

@@ -248,7 +248,7 @@ def make_function(op: Op, type_name: str, size: int):
     load, load_first = vec.loader(type_name), vec.loader_first(type_name)
     store, store_first = vec.storer(type_name), vec.storer_first(type_name)
 
-    @kernel
+    @kernel(streams=op in (SQR, SQRT, CLAMP, LEAKY_RELU) and type_name == "F32")
     def function_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         p, q = memory.f32_from_bits(op_params[0]), memory.f32_from_bits(op_params[1])
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)

@@ -152,7 +152,7 @@ def pad_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, n
 def make_wrap(step: int):
     """Kernel of circular frames; the shift of dimension d is parameter d * step."""
 
-    @kernel
+    @kernel(streams=True)
     def wrap(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         ne00 = src0_ne[0]
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)

@@ -86,7 +86,7 @@ def make_scale(type_name: str, size: int):
     """Kernel for contiguous rows."""
     row = scale_row(type_name, size)
 
-    @kernel
+    @kernel(streams=type_name == "F32")
     def scale_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         s, b = memory.f32_from_bits(op_params[0]), memory.f32_from_bits(op_params[1])
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)

@@ -150,7 +150,7 @@ def rows_overlap(ne, op_params):
 def make_into(is_sum: bool):
     """Kernel that adds or copies rows of src1 to the part of dst; if rows of the part overlap, one thread does it."""
 
-    @kernel
+    @kernel(streams=True)
     def into(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         n = src1_ne[0]
         first, last = rows.whole(src1_ne, ith, nth)
@@ -350,7 +350,7 @@ def make_add_id():
     """Kernel that adds a row of src1 to each row of src0."""
     row = binary_row(binary.ADD, types.F32, types.F32, types.F32)
 
-    @kernel
+    @kernel(streams=True)
     def add_id_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb,
                    op_params, work, ith, nth):  # fmt: skip
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)

@@ -323,6 +323,9 @@ def _(node, a):
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
+_CHEAP = (
+    "abs", "sgn", "neg", "step", "relu", "floor", "ceil", "trunc", "round", "hardswish", "hardsigmoid",
+)  # fmt: skip
 _DIRECT = ("abs", "tanh", "exp", "floor", "ceil", "trunc")  # functions of vec; "round" there would be another
 
 
@@ -380,7 +383,7 @@ def make_unary(function: str, type_name: str, size: int):
     """Kernel of a function for contiguous rows."""
     row = xielu_row(type_name, size) if function == "xielu" else unary_row(function, type_name, size)
 
-    @kernel
+    @kernel(streams=function in _CHEAP and type_name == "F32")
     def unary_rows(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
