@@ -44,7 +44,7 @@ def quadratic():
     return x, f
 
 
-def test_example(ctx):
+def test_s100_the_guide_s_example(ctx):
     x, f = quadratic()
     graph = Graph(grads=True).build_forward_expand(f)
     assert graph.n_nodes == 4
@@ -56,7 +56,7 @@ def test_example(ctx):
     assert graph.grad(x).numpy().item() == 12.0
 
 
-def test_the_graph_is_static(ctx):
+def test_s102_the_graph_is_static(ctx):
     x, f = quadratic()
     graph = differentiate(f)
     for value in (1.0, -3.0, 0.5):

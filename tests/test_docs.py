@@ -3,8 +3,8 @@
 import pytest
 
 from ggjit import types
-from ggjit.dev import docs, probe
-from ggjit.op import by_name
+from ggjit.dev import docs, probe, seeds
+from ggjit.op import NONE, REGISTRY, by_name
 from ggjit.types import BF16, F16, F32, I32, I64
 
 
@@ -61,3 +61,26 @@ def test_stale_pages_are_reported(tmp_path, monkeypatch, capsys):
     assert docs.run(arguments) == 1 and "stale a.md;" in capsys.readouterr().err
     arguments.check = False
     assert docs.run(arguments) == 0 and docs.stale() == []
+
+
+def test_s87_every_op_says_which_backend_computes_it():
+    rows = [line.split(" | ") for line in (docs.FOLDER / "ops.md").read_text().splitlines() if line.startswith("| ")]
+    head, rows = rows[0], rows[1:]
+    column = head.index("backend")
+    listed = {row[0].removeprefix("| ").split(":")[0] for row in rows}
+    assert listed == {op.name for op in REGISTRY.values() if op.cases and op is not NONE and op.id < 2000}
+    assert {row[column] for row in rows if by_name(row[0].removeprefix("| ").split(":")[0]).view} == {"view"}
+    assert all("CPU" in row[column] for row in rows if not by_name(row[0].removeprefix("| ").split(":")[0]).view)
+
+
+def test_items_of_a_test_s_name():
+    names = ("test_s41_x", "test_s43_s79_x", "test_s3_to_s6_x", "test_s23_s24", "test_sums_s3", "test_s3x", "other_s3")
+    assert [seeds.items_of(n) for n in names] == [[41], [43, 79], [3, 4, 5, 6], [23, 24], [], [], []]
+
+
+def test_every_item_of_the_checklist_has_a_test():
+    items = [i for part in seeds.ITEMS.values() for i in part]
+    found = seeds.tests()
+    assert items == list(range(1, 108)) and set(found) <= set(items)
+    assert [i for i in items if i not in found and i not in seeds.NOTES] == []
+    assert "no test" not in seeds.page() and "| S70 | " in seeds.page()

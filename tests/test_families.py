@@ -42,6 +42,41 @@ def compute(*nodes, n_threads=2):
 # --- views: seeds S19 to S31 ------------------------------------------------------------------------------------------
 
 
+def test_s19_what_view_reshape_permute_and_cont_take_and_give():
+    """View: of anything. Reshape: of what is contiguous. Permute: of anything. Cont: a copy, made when it runs."""
+    a = numbers(6, 4, name="a")
+    apart = ops.transpose(a)
+    view = ops.view_2d(apart, 2, 3, 24, 8)
+    assert (view.view_src, view.data, view.is_contiguous) == (a, a.data + 8, False)
+    with pytest.raises(ValueError, match="reshape_1d: a must be contiguous"):
+        ops.reshape_1d(apart, 24)
+    shaped = ops.reshape_1d(a, 24)
+    assert (shaped.view_src, shaped.data, shaped.is_contiguous) == (a, a.data, True)
+    turned = ops.permute(apart, 1, 0, 2, 3)
+    assert (turned.view_src, turned.data, turned.nb) == (a, a.data, a.nb)
+    copy = ops.cont(apart)
+    assert copy.view_src is None and copy.data != a.data and copy.is_contiguous
+    before = copy.numpy().copy()
+    assert not before.any() and np.array_equal(compute(copy), apart.numpy())
+    assert [t.op.view for t in (view, shaped, turned, copy)] == [True, True, True, False]
+
+
+def test_s30_cont_takes_rows_whole_where_they_are_dense():
+    """Fig. 6: rows of 16 bytes that lie apart are copied whole; turned ones element by element, or in tiles."""
+    a = numbers(4, 2, 3, name="a")
+    rows, turned = ops.permute(a, 0, 2, 1, 3), ops.permute(a, 2, 0, 1, 3)
+    assert rows.nb[:2] == (4, 32) and turned.nb[:2] == (16, 32) != rows.nb[:2]
+    graph = gg.build([ops.cont(rows), ops.cont(ops.transpose(a)), ops.cont(turned)])
+    graph.compute(1)
+    used = [step.kernel.name for step in graph._executable(1).steps]
+    assert ["runs" in used[0], "transposed" in used[1], "elements" in used[2]] == [True] * 3
+    values = np.arange(24, dtype=np.float32).reshape(3, 2, 4)
+    assert np.array_equal(graph.nodes[1].numpy()[0], values.transpose(1, 0, 2))
+    for node in graph.nodes:
+        if node.op.name == "cont":
+            assert np.array_equal(node.numpy(), node.src[0].numpy())
+
+
 def test_s21_query_columns_keep_the_row_step():
     qkv = numbers(2304, 3, name="qkv")
     q = ops.view_2d(qkv, 768, 3, qkv.nb[1], 0)

@@ -76,7 +76,7 @@ def test_numeric_arrays_are_views(write):
     assert first < array.ctypes.data < first + size
 
 
-def test_tensors(write):
+def test_s97_tensors(write):
     file = open_gguf(write(small()))
     a, b, c = file.tensors.values()
     assert (a.name, a.type, a.ne, a.n_dims, a.nbytes, a.offset) == (
@@ -277,7 +277,7 @@ def test_advice(write):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/smaps")
-def test_dontneed_gives_pages_back(write):
+def test_s98_s99_pages_come_when_touched_and_go_when_given_back(write):
     def resident(address: int) -> int:
         lines = Path("/proc/self/smaps").read_text().splitlines()
         at = next(i for i, line in enumerate(lines) if line.startswith(f"{address:x}-"))

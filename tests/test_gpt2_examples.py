@@ -275,6 +275,15 @@ def test_s78_everything_on_a_device_without_host_pointers(file: ModelFile, devic
         assert engine.loaded.buffer_w.type is engine.loaded.buffer_kv.type is device.buffer_type()
 
 
+def test_s94_without_a_mapping_each_tensor_is_read_into_its_place(file: ModelFile, device) -> None:
+    device.counts.clear()
+    loaded = main_backend.DeviceModel(file, device)
+    weights = list(loaded.ctx_w.tensors.values())
+    assert (device.counts.to_device, device.counts.to_device_nbytes) == (len(weights), sum(t.nbytes for t in weights))
+    assert np.array_equal(loaded.model.layers[1].wo.buffer.get_tensor(loaded.model.layers[1].wo),
+                          file.file.data("blk.1.attn_output.weight"))  # fmt: skip
+
+
 # -- main_sched --------------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ def executed(node, n_threads=2):
 # -----------------------------------------------------------------------------------------------------------
 
 
-def test_worked_example():
+def test_s12_s13_worked_example():
     """The product of ggml's "simple" example."""
     a = gg.from_numpy(np.float32([[2, 8], [5, 1], [4, 2], [8, 6]]))
     b = gg.from_numpy(np.float32([[10, 5], [9, 9], [5, 4]]))
@@ -51,7 +51,7 @@ def test_worked_example():
     assert got.reshape(3, 4).tolist() == [[60, 55, 50, 110], [90, 54, 54, 126], [42, 29, 28, 64]]
 
 
-def test_shape_and_params():
+def test_s12_s15_shape_and_params():
     node = ops.mul_mat(leaf("F16", 64, 5, 2), leaf("F32", 64, 3, 4, 2), prec=10, hint=1)
     assert (node.type, node.ne) == (types.F32, (5, 3, 4, 2))
     assert np.frombuffer(node.op_params, np.int32)[:2].tolist() == [10, 1]
@@ -68,12 +68,12 @@ def test_shape_and_params():
         (lambda: ops.permute(leaf("F32", 8, 4, 2), 2, 0, 1, 3), lambda: leaf("F32", 4, 2, 8), "src0"),
     ],
 )  # fmt: skip
-def test_refused(a, b, message):
+def test_s15_s16_s17_refused(a, b, message):
     with pytest.raises(ValueError, match=message):
         ops.mul_mat(a(), b())
 
 
-def test_permuted_v_of_attention_is_refused():
+def test_s38_permuted_v_of_attention_is_refused():
     """One row is contiguous and transposed: still refused, as ggml does."""
     v = ops.permute(leaf("F32", 64, 1, 12), 1, 2, 0, 3)
     with pytest.raises(ValueError, match="must not be transposed"):
@@ -89,6 +89,31 @@ def test_types_without_kernels():
 
 # ---- values
 # ------------------------------------------------------------------------------------------------------------
+
+
+def test_s14_s18_a_linear_layer_of_another_framework():
+    """A weight that others write as (n_out, n_in) has ne {n_in, n_out} and the same bytes: nothing is transposed."""
+    r = np.random.default_rng(0)
+    weight = r.standard_normal((5, 8), np.float32)  # y = x W^T
+    x = r.standard_normal((3, 8), np.float32)
+    w = gg.from_numpy(weight)
+    assert w.ne == (8, 5, 1, 1) and np.array_equal(w.bytes(), weight.reshape(-1).view(np.uint8))
+    y = ops.mul_mat(w, gg.from_numpy(x))
+    assert y.ne == (5, 3, 1, 1)
+    assert np.allclose(compute(y)[0, 0], x.astype(np.float64) @ weight.T.astype(np.float64), atol=1e-5)
+
+
+def test_s15_s17_batches_and_steps():
+    """Matrix i of `a` serves several of `b`; columns and matrices may lie anywhere and in any order."""
+    wide, b = leaf("F32", 16, 6, 2), leaf("F32", 8, 4, 3, 3, seed=1)
+    # [8, 3, 1, 2]: each second row, from its element 4 on
+    a = ops.view_4d(wide, 8, 3, 1, 2, 2 * wide.nb[1], wide.nb[2], wide.nb[2], 16)
+    b = ops.permute(b, 0, 3, 2, 1)  # [8, 3, 3, 4]: dimension 1 has the largest step
+    node = ops.mul_mat(a, b)
+    assert node.ne == (3, 3, 3, 4) and node.nb[0] == 4
+    left = a.numpy().astype(np.float64)[np.arange(4) // 2][:, [0, 0, 0]]
+    want = np.einsum("wzmk,wznk->wznm", left, b.numpy().astype(np.float64))
+    assert np.abs(compute(node, 2) - want).max() < 1e-5
 
 
 def test_cases_of_ggml(reference):

@@ -62,7 +62,7 @@ def weights_of(name, n):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_round_trip(name):
+def test_s103_round_trip(name):
     """Quantized values lie near the given ones."""
     t = types.by_name(name)
     x = random_values(3, 1024)
@@ -94,7 +94,7 @@ def test_compiled_as_numpy(name):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_refuses_parts_of_blocks(name):
+def test_s103_refuses_parts_of_blocks(name):
     quant = types.by_name(name).quant
     with pytest.raises(ValueError, match=r"shape \(rows, multiple of"):
         quant.quantize(np.zeros((2, 17), np.float32), weights_of(name, 17))

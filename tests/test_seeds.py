@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import tomllib
+import weakref
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from gpt2_graph import SMALL, TINY, Gpt2, gpt2, gpt2_graph, graph_context
@@ -12,7 +15,10 @@ from gpt2_graph import SMALL, TINY, Gpt2, gpt2, gpt2_graph, graph_context
 import ggjit as gg
 from ggjit import types
 from ggjit.alloc import GraphAllocator
-from ggjit.backend import alloc_ctx_tensors, host_buffer_type
+from ggjit.backend import Buffer, alloc_ctx_tensors, devices, host_buffer_type
+from ggjit.examples.gpt2 import graph as programs_graph
+from ggjit.examples.gpt2 import main_backend
+from ggjit.examples.gpt2.model_file import ModelFile
 
 HOST = host_buffer_type()
 
@@ -151,6 +157,55 @@ def test_compute_allocates_what_has_no_data_and_what_is_added_later() -> None:
     assert g.numpy().ravel().tolist() == [i * i + i for i in range(8)]
 
 
+def test_s54_an_arena_for_the_file_s_tensors_and_one_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parent / "data" / "models" / "gpt2.gguf"
+    contexts: list[weakref.ref[gg.Context]] = []
+
+    def made() -> gg.Context:
+        context = programs_graph.graph_context()
+        contexts.append(weakref.ref(context))
+        return context
+
+    file = ModelFile(path)
+    monkeypatch.setattr(main_backend, "graph_context", made)
+    engine = main_backend.MainBackend(file, 1)
+    # one header for each tensor of the file and one for the output, which the file ties; ggml's count has three more
+    headers, used = engine.loaded.ctx_w, (len(file.file.tensors) + 1) * gg.tensor_overhead()
+    assert headers.used_mem() == used and headers.mem_size == used + 3 * gg.tensor_overhead()
+    for n_past in (0, 2):
+        engine.eval(n_past, [1, 2])
+    gc.collect()
+    assert len(contexts) == 3 and [c() for c in contexts] == [None] * 3  # the reserve's and two runs'
+    assert headers.used_mem() == used
+    file.close()
+
+
+def test_s58_a_graph_is_a_list_without_loops(table_2: gg.Graph) -> None:
+    before = [(t, t.src, t.op_params) for t in table_2.nodes]
+    place = {t: i for i, t in enumerate(table_2.nodes)}
+    for t in table_2.nodes:
+        assert all(place.get(s, -1) < place[t] for s in (*t.src, t.view_src) if s is not None)
+    GraphAllocator(HOST).measure(table_2)
+    assert [(t, t.src, t.op_params) for t in table_2.nodes] == before
+
+
+def test_s63_the_objects_and_how_they_know_each_other() -> None:
+    """Fig. 7: context -> tensor -> buffer -> type; backend -> device -> type; graph -> tensors."""
+    device = devices()[-1]
+    backend = device.new_backend(1)
+    with gg.Context(1 << 16, no_alloc=True) as context:
+        a = gg.new_tensor(types.F32, 4, name="a")
+        graph = gg.build(gg.sqr(a), 16)
+    buffer = alloc_ctx_tensors(context, device.buffer_type())
+    assert a.context is context and a in context.tensors.values() and graph.leafs == [a]
+    assert a.buffer is buffer and isinstance(buffer, Buffer) and buffer.type is device.buffer_type()
+    assert backend.device is device and backend.supports_buffer_type(buffer.type) and buffer.contains(a.data, 16)
+    a.set([1, 2, 3, 4])
+    backend.compute(graph)
+    backend.synchronize()
+    assert graph.nodes[0].numpy().ravel().tolist() == [1, 4, 9, 16]
+
+
 def test_s62_lifetimes_weights_cache_intermediates(tiny: Gpt2) -> None:
     """Weights and the cache outlive the graph's memory; intermediates share bytes."""
     with graph_context():
@@ -215,3 +270,18 @@ def test_s68_s72_planned_memory_gives_the_same_bits(tiny: Gpt2) -> None:
 def test_s106_few_dependencies() -> None:
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert len(tomllib.loads(text)["project"]["dependencies"]) == 3
+
+
+def test_s105_names_and_numbers_are_ggml_s() -> None:
+    """The package `gguf` comes from where ggml is developed."""
+    theirs = {t.name: t.value for t in gguf.GGMLQuantizationType}
+    ours = {t.name: t.id for t in types.all_types() if t.id < types.FIRST_USER_ID}
+    assert {name: theirs[name] for name in ours if name in theirs} == {n: i for n, i in ours.items() if n in theirs}
+    assert len(set(theirs) - set(ours)) == 0 and len(ours) >= 35
+    for t in types.all_types():
+        if t.name in theirs and t.name != "Q8_1":  # a form of activations, of which the package has the old size
+            assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t.name]] == (t.blck_size, t.type_size)
+    with gg.LLM(Path(__file__).parent / "data" / "models" / "llama-headdim.gguf", progress=False) as llm:
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, llm.model.hparams.n_layer)
+        for name in llm.model.weights:
+            assert names.get_name(name.removesuffix(".weight")) == name.removesuffix(".weight")

@@ -8,7 +8,7 @@ import sys
 
 COMMANDS = {
     "check": "run what CI runs: format, lint, types, docs, tests, wheel",
-    "docs": "make the pages that come from the registries: docs/ops.md, docs/types.md",
+    "docs": "make the pages of docs/ that are not written by hand: ops, types, plans of memory, checklist",
     "compare-ggml": "measure ops beside ggml's own CPU kernels",
     "make-model": "write a random llama of about 0.5 B parameters, for sizes and speeds",
     "reference": "run reference cases through builder, plan and compiled program",

@@ -1,7 +1,10 @@
-"""`python -m ggjit.dev docs`: the pages that are made from the registries, `ggjit/docs/ops.md` and `types.md`.
+"""`python -m ggjit.dev docs`: the pages in `ggjit/docs` that are made and not written.
 
-What ops take is found by trying (`ggjit.dev.probe`), so the pages cannot say what is not so. `python -m ggjit.dev check
-docs` makes them again and compares.
+    ops.md     what ops take, found by trying (`ggjit.dev.probe`), so the page cannot say what is not so
+    types.md   the registered types
+    seeds.md   what ggml is described to do and which tests hold it (`ggjit.dev.seeds`)
+
+`python -m ggjit.dev check docs` makes them again and compares.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ggjit import ops, types  # noqa: F401  (ops fills the registry)
+from ggjit.dev import seeds
 from ggjit.dev.probe import Found, Probe, Types
 from ggjit.op import NONE, REGISTRY, Op
 from ggjit.ops.glu import FUNCTIONS as GATED
@@ -219,7 +223,7 @@ def types_page() -> str:
     return TYPES + head + "\n".join(rows) + "\n" + NOTES
 
 
-PAGES = {"ops.md": ops_page, "types.md": types_page}
+PAGES = {"ops.md": ops_page, "types.md": types_page, "seeds.md": seeds.page}
 
 
 # --- command ----------------------------------------------------------------------------------------------------------
