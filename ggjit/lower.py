@@ -221,6 +221,7 @@ class Executable:
         steps: the kernel calls, in order.
         fused: the chains of nodes that one step computes.
         rows: the packed program, int64 [n_steps, 4].
+        program: runs them.
         scratch_nbytes: bytes of derived tensors and of the work buffer.
     """
 
@@ -264,10 +265,10 @@ class Executable:
         for i in range(1, len(self._tasks)):
             self._tasks[i] = self._counters.ctypes.data + COUNTER_LINE * (i - 1), COUNTER_LINE
         rows[:, 2] = [self._tasks.ctypes.data + 16 * line for line in lines]
-        self._program = Program(rows)
+        self.program = Program(rows)
         self.memories = readable.memories(graph)
         self._writers: readable.Writers | None = None
-        self._adaptive = Adaptive(self._program)
+        self._adaptive = Adaptive(self.program)
         self._addresses = [t.data for t in [*graph.leafs, *graph.nodes]]
 
     @property
@@ -312,7 +313,7 @@ class Executable:
             first = at
             while at < len(self.steps) and self.steps[at].node is node:
                 at += 1
-            failed = self._program.run(pool, first, at) if at > first else None
+            failed = self.program.run(pool, first, at) if at > first else None
             if failed is not None:
                 raise self.error(*failed)
             if not callback(node):
@@ -323,7 +324,7 @@ class Executable:
         """Run once and return the nanoseconds of each step (of the first thread, barrier included)."""
         from ggjit.threadpool import get_pool
 
-        return self._program.time(get_pool(self.n_threads))
+        return self.program.time(get_pool(self.n_threads))
 
     def error(self, row: int, status: int) -> Exception:
         """The exception for a step that returned a status other than 0."""

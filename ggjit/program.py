@@ -108,10 +108,12 @@ def run_rows(state, ith, job):  # type: ignore[no-untyped-def]
         status = shared.call_entry(shared.load(row), shared.load(row + 8), shared.load(row + 16), ith, nth)
         if status != 0:
             note_failure(state, ith, i, status)
+        if times:
+            shared.store(times + 16 * i + 8, shared.ticks())
         if (shared.load(row + 24) & BARRIER or i + 1 == last) and not barrier(state, nth, job, row + _ROW, end):
             return
         if times:
-            shared.store(times + 8 * (i + 1), shared.ticks())
+            shared.store(times + 16 * i + 16, shared.ticks())
 
 
 @jitted
@@ -127,7 +129,9 @@ def run_alone(state):  # type: ignore[no-untyped-def]
         if shared.load(row + 24) & BARRIER and shared.load(state + FAILED) + shared.load_atomic(state + ABORT) != 0:
             return
         if times:
-            shared.store(times + 8 * (i + 1), shared.ticks())
+            now = shared.ticks()
+            shared.store(times + 16 * i + 8, now)
+            shared.store(times + 16 * i + 16, now)
 
 
 @jitted
@@ -162,7 +166,7 @@ def begin(state):  # type: ignore[no-untyped-def]
     """Note the time at which thread 0 begins, where times are wanted."""
     times = shared.load(state + TIMES)
     if times:
-        shared.store(times + 8 * shared.load(state + FIRST), shared.ticks())
+        shared.store(times + 16 * shared.load(state + FIRST), shared.ticks())
 
 
 @jitted
@@ -239,6 +243,10 @@ class Program:
     Args:
         rows: int64 [n, 4]: entry, header, task, flags. The caller keeps what they point to.
 
+    Attributes:
+        ticks: None, or int64 [2 n + 1] that runs write thread 0's time counter to: at the start, and for each row when
+            its kernel is done and when all threads have met behind it.
+
     Raises:
         ValueError: wrong shape, or two rows with COUNTER and the same task without a barrier between them.
     """
@@ -255,6 +263,7 @@ class Program:
                 f"Program: a BARRIER must stand between rows with COUNTER and the same task, got none before row {row}"
             )
         self.rows = rows
+        self.ticks: NDArray[np.int64] | None = None
 
     def run(self, pool: Pool, first: int = 0, last: int | None = None, alone: bool = False) -> tuple[int, int] | None:
         """Run rows first to last on all threads of the pool, or on the calling thread `alone`.
@@ -268,7 +277,8 @@ class Program:
         last = len(self.rows) if last is None else last
         if not 0 <= first <= last <= len(self.rows):
             raise ValueError(f"Program.run: rows must be within 0 to {len(self.rows)}, got {first} to {last}")
-        return pool.execute(self.rows.ctypes.data, first, last, 0, alone)
+        times = 0 if self.ticks is None else self.ticks.ctypes.data
+        return pool.execute(self.rows.ctypes.data, first, last, times, alone)
 
     def time(self, pool: Pool) -> NDArray[np.int64]:
         """Run all rows and return the nanoseconds of each on thread 0, barriers included.
@@ -278,8 +288,8 @@ class Program:
             Aborted: `pool.abort` was called.
         """
         rate = ns_per_tick()
-        ticks = np.zeros(len(self.rows) + 1, np.int64)
+        ticks = np.zeros(2 * len(self.rows) + 1, np.int64)
         failed = pool.execute(self.rows.ctypes.data, 0, len(self.rows), ticks.ctypes.data)
         if failed is not None:
             raise RuntimeError(f"Program.time: rows must not fail, got status {failed[1]} at row {failed[0]}")
-        return np.rint(np.diff(ticks) * rate).astype(np.int64)
+        return np.rint(np.diff(ticks[::2]) * rate).astype(np.int64)
