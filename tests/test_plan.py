@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import test_gradients
-from gpt2_graph import SMALL, TINY, Sizes, gpt2, gpt2_graph, graph_context
+from gpt2_graph import TINY, Sizes, gpt2, gpt2_graph, graph_context
 from test_graph import mlp
 
 import ggjit as gg
-from ggjit import types
+from ggjit import models, types
 from ggjit.alloc import GraphAllocator
-from ggjit.backend import Buffer, BufferType, alloc_ctx_tensors, host_buffer_type
+from ggjit.backend import BufferType, alloc_ctx_tensors, host_buffer_type
+from ggjit.dev import memory
+from ggjit.gguf import GgufFile
 from ggjit.graph import Graph
+from ggjit.llm.hparams import architecture_of
 from ggjit.packing import Link, loosen, lower_bound, pack
 from ggjit.plan import Plan
 
@@ -79,18 +82,10 @@ def test_packing_of_nothing() -> None:
 # -- model graphs ------------------------------------------------------------------------------------------------------
 
 
-def place_elsewhere(context: gg.Context) -> None:
-    """Give tensors addresses without memory: they have data of their own then."""
-    buffer = Buffer(HOST, None, "weights", 1 << 40, 1 << 40)
-    allocator = gg.TensorAllocator(buffer)
-    for t in context.tensors.values():
-        allocator.alloc(t)
-
-
 def gpt2_of(sizes: Sizes, n: int) -> Graph:
     model = gpt2(sizes=sizes)
-    place_elsewhere(model.weights)
-    place_elsewhere(model.cache)
+    memory.place_elsewhere(model.weights)
+    memory.place_elsewhere(model.cache)
     with graph_context():
         return gpt2_graph(model, sizes.n_ctx - n, n)
 
@@ -111,15 +106,8 @@ def training_of(name: str) -> Graph:
     return graph
 
 
-def decode_of(path: Path, n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> Graph:
-    """A decoder's graph, planned but not compiled."""
-    monkeypatch.setattr("ggjit.llm.context.lower", lambda *args, **options: None)
-    with gg.LLM(path, n_ctx=512, progress=False, n_threads=1) as llm:
-        return llm.context.graph(n_tokens, 256, 1).graph
-
-
 GRAPHS = {
-    **{f"gpt2 small, {n} tokens": lambda n=n: gpt2_of(SMALL, n) for n in (1, 8, 32, 512)},
+    **{f"{name}, {n} tokens": make for (name, n), make in memory.GRAPHS.items()},
     **{f"gpt2 tiny, {n} tokens": lambda n=n: gpt2_of(TINY, n) for n in (1, 5, 24)},
     **{
         f"mlp {n} x {sizes}": lambda n=n, sizes=sizes: mlp_of(n, sizes)
@@ -134,11 +122,7 @@ def check_plan(graph: Graph) -> Plan:
     """Near the bound, not above best fit; and played through, nothing is read after it was overwritten."""
     from test_alloc import _check_plan
 
-    made = GraphAllocator(HOST)
-    for t in (*graph.leafs, *graph.nodes):
-        if t.buffer is not None and t.buffer.usage == "compute":
-            t.data, t.buffer = 0, None
-    plan = made.measure(graph)
+    plan, _ = memory.planned(graph)
     assert plan.sizes[0] <= plan.best_fit[0]
     assert plan.lower_bound() <= plan.sizes[0] <= 1.02 * plan.lower_bound()
     if plan.sizes[0] < 1 << 22 and all(p.kind != "external" for p in plan.placements):
@@ -152,15 +136,26 @@ def test_s73_peaks_are_within_2_percent_of_what_is_live(name: str) -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 8, 128, 512])
-def test_s73_peaks_of_llama_graphs(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_plan(decode_of(MODELS / "llama-headdim.gguf", n_tokens, monkeypatch))
+def test_s73_peaks_of_llama_graphs(n_tokens: int) -> None:
+    check_plan(memory.decode_graph(MODELS / "llama-headdim.gguf", n_tokens, 256))
 
 
 @pytest.mark.parametrize("n_tokens", [1, 128])
-def test_s73_peaks_of_gemma3_graphs(n_tokens: int, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = sorted((reference / "models").rglob("*gemma3*.gguf"))
-    assert paths
-    check_plan(decode_of(paths[0], n_tokens, monkeypatch))
+def test_s73_peaks_of_other_architectures(n_tokens: int, reference: Path) -> None:
+    tried = set()
+    for path in sorted((reference / "models").glob("*.gguf")):
+        with GgufFile(path) as file:
+            name = architecture_of(file)
+        if name in models.names() and name not in tried:
+            tried.add(name)
+            check_plan(memory.decode_graph(path, n_tokens, 256))
+    assert {"gpt2", "gemma3", "llama"} <= tried
+
+
+def test_s70_planned_peaks_are_at_most_ggml_s() -> None:
+    for n, peak in memory.GGML.items():
+        plan, own = memory.planned(memory.GRAPHS["GPT-2 small", n]())
+        assert plan.lower_bound() <= plan.sizes[0] <= peak and own > 12.9 * peak
 
 
 # -- reasons -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
     ops.md     what ops take, found by trying (`ggjit.dev.probe`), so the page cannot say what is not so
     types.md   the registered types
+    memory.md  what the planner makes of model graphs (`ggjit.dev.memory`)
     seeds.md   what ggml is described to do and which tests hold it (`ggjit.dev.seeds`)
 
 `python -m ggjit.dev check docs` makes them again and compares.
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ggjit import ops, types  # noqa: F401  (ops fills the registry)
-from ggjit.dev import seeds
+from ggjit.dev import memory, seeds
 from ggjit.dev.probe import Found, Probe, Types
 from ggjit.op import NONE, REGISTRY, Op
 from ggjit.ops.glu import FUNCTIONS as GATED
@@ -223,7 +224,7 @@ def types_page() -> str:
     return TYPES + head + "\n".join(rows) + "\n" + NOTES
 
 
-PAGES = {"ops.md": ops_page, "types.md": types_page, "seeds.md": seeds.page}
+PAGES = {"ops.md": ops_page, "types.md": types_page, "seeds.md": seeds.page, "memory.md": memory.page}
 
 
 # --- command ----------------------------------------------------------------------------------------------------------
