@@ -255,6 +255,9 @@ class GraphAllocator:
         buffer = t.buffer
         return buffer is not None and buffer in self._made
 
+    def _new_buffer(self, type: BufferType, size: int) -> Buffer:
+        return type.new_buffer(size, "compute")
+
     def measure(
         self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
     ) -> Plan:
@@ -289,7 +292,7 @@ class GraphAllocator:
             if size > (0 if buffer is None else buffer.size):
                 self.buffers[i] = None  # the old one may go before the new one comes
                 del buffer
-                new = type.new_buffer(size, "compute")
+                new = self._new_buffer(type, size)
                 self._made.add(new)
                 self.buffers[i] = new
         self.plan = plan
@@ -358,7 +361,7 @@ class GraphAllocator:
             elif p.kind == "planned":
                 buffer = self.buffers[p.buffer_id]
                 if buffer is None:  # a plan of nothing but empty tensors
-                    buffer = self.buffers[p.buffer_id] = self.types[p.buffer_id].new_buffer(0, "compute")
+                    buffer = self.buffers[p.buffer_id] = self._new_buffer(self.types[p.buffer_id], 0)
                     self._made.add(buffer)
                 t.buffer, t.data = buffer, buffer.base + p.offset
                 buffer.init_tensor(t)

@@ -11,7 +11,7 @@ whose type `is_host` may be read through `tensor.data`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -184,6 +184,14 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({self.type.name}, {self.size} bytes at {self.base:#x}, {self.usage})"
+
+
+def new_buffer(type: BufferType, size: int, usage: Usage) -> Buffer:
+    """Allocate a buffer: what a `NewBuffer` does where memory is wanted."""
+    return type.new_buffer(size, usage)
+
+
+NewBuffer = Callable[[BufferType, int, Usage], Buffer]
 
 
 def as_bytes(data: Bytes) -> NDArray[np.uint8]:
@@ -405,13 +413,16 @@ def ctx_tensors_size(context: Context, buffer_type: BufferType) -> int:
     return sum(buffer_type.padded_size(t) for t in _without_data(context))
 
 
-def alloc_ctx_tensors(context: Context, buffer_type: BufferType, usage: Usage = "any") -> Buffer | None:
+def alloc_ctx_tensors(
+    context: Context, buffer_type: BufferType, usage: Usage = "any", new_buffer: NewBuffer = new_buffer
+) -> Buffer | None:
     """Allocate one buffer for all tensors of a context that have no data yet, and cut it in order of creation.
 
     Args:
         context: a no_alloc context.
         buffer_type: of the buffer.
         usage: of the buffer.
+        new_buffer: makes it.
 
     Returns:
         The buffer; None if no tensor needs memory. Views of the tensors get their data too.
@@ -427,7 +438,7 @@ def alloc_ctx_tensors(context: Context, buffer_type: BufferType, usage: Usage = 
     tensors = list(_without_data(context))
     buffer = None
     if tensors:
-        buffer = buffer_type.new_buffer(ctx_tensors_size(context, buffer_type), usage)
+        buffer = new_buffer(buffer_type, ctx_tensors_size(context, buffer_type), usage)
         allocator = TensorAllocator(buffer)
         for t in tensors:
             allocator.alloc(t)

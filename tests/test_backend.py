@@ -328,7 +328,7 @@ def test_panels_are_the_same_for_any_number_of_threads() -> None:
             panel_tensor(type, 256, n, seed=n) for type, n in ((types.Q4_0, 33), (types.F16, 100), (types.Q4_0, 16))
         ]
         seen.clear()
-        pack_tensors(items, n_threads, lambda done, total: seen.append((done, total)), lambda t: seen.append(t))
+        pack_tensors(items, n_threads, lambda done, total: seen.append((done, total)), lambda t, *_: seen.append(t))
         results.append([packed_bytes(t) for t, _ in items])
         sizes = np.cumsum([rows.nbytes for _, rows in items]).tolist()
         assert seen == [x for (t, _), n in zip(items, sizes, strict=True) for x in (t, (n, sizes[-1]))]
@@ -348,14 +348,14 @@ def test_s99_packing_from_a_mapped_file_gives_its_pages_back(tmp_path) -> None:
     offsets, given = {items[0][0]: 0, items[1][0]: items[0][1].nbytes}, []
     with Mapping(path) as mapping:
 
-        def give_back(t: gg.Tensor) -> None:
-            given.append(t)
-            mapping.advise_dontneed(offsets[t], t.nbytes)
+        def give_back(t: gg.Tensor, first: int, end: int) -> None:
+            given.append((t, first, end))
+            mapping.advise_dontneed(offsets[t] + first, end - first)
 
         for t, _ in items:
             t.buffer.clear()
         pack_tensors([(t, mapping.data[offsets[t] : offsets[t] + t.nbytes]) for t, _ in items], 2, on_packed=give_back)
-    assert given == [t for t, _ in items]
+    assert given == [(t, 0, t.nbytes) for t, _ in items]
     assert all(np.array_equal(packed_bytes(t), w) for (t, _), w in zip(items, want, strict=True))
 
 

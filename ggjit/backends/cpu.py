@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ggjit.backend import Buffer, BufferType, Bytes, Usage, as_bytes, buffer_from_array
 from ggjit.context import Context, aligned_bytes, tensor_overhead
 from ggjit.op import NONE
-from ggjit.tensor import new_node
+from ggjit.tensor import Dims, new_node
 from ggjit.types import I8, Type
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ggjit.tensor import Tensor
 
 BASE_ALIGN = 64
+PANEL_ROWS = 16
+SLICE = 4 << 20  # bytes of rows packed at a stretch: so much of a mapped file is in memory beside its panels
 
 
 class HostBufferType(BufferType):
@@ -118,10 +120,11 @@ def _has_panel(type: Type) -> bool:
 
 
 class _Job(NamedTuple):
-    """One tensor to pack: records that the kernel reads, and the kernel."""
+    """Bytes [first, end) of a tensor's rows to pack: the record that the kernel reads, and the kernel."""
 
     tensor: Tensor
-    rows: NDArray[np.uint8]
+    first: int
+    end: int
     record: Tensor
     kernel: Kernel
 
@@ -130,15 +133,16 @@ def pack_tensors(
     items: Sequence[tuple[Tensor, NDArray[np.uint8]]],
     n_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    on_packed: Callable[[Tensor], None] | None = None,
+    on_packed: Callable[[Tensor, int, int], None] | None = None,
 ) -> None:
-    """Pack rows into tensors of panel buffers, one tensor after the other, each by all threads.
+    """Pack rows into tensors of panel buffers, a slice after the other, each by all threads.
 
     Args:
         items: tensors and their bytes as in a GGUF file (a mapping of it is read only now).
         n_threads: by default as many as the process may use.
-        progress: called after each tensor with the bytes of rows packed so far and in all.
-        on_packed: called after each tensor: its rows are not needed any more, pages of a mapping may go.
+        progress: called after each slice with the bytes of rows packed so far and in all.
+        on_packed: called after each slice with the tensor and [first, end) of its bytes: these rows are not needed any
+            more, pages of a mapping may go.
 
     Raises:
         ValueError: a tensor does not lie in a panel buffer, or has not the bytes that are given.
@@ -153,40 +157,58 @@ def pack_tensors(
     kernels = list(dict.fromkeys(j.kernel for j in jobs))
     entries = dict(zip(kernels, compile_all(kernels), strict=True))
     task = np.zeros(2, np.int64)  # no scratch
-    rows = np.array([(entries[j.kernel], j.record.address, task.ctypes.data, BARRIER) for j in jobs], np.int64)
-    program, pool = Program(rows), get_pool(n_threads if n_threads is not None else default_threads())
-    done, total = 0, sum(j.rows.nbytes for j in jobs)
+    steps = np.array([(entries[j.kernel], j.record.address, task.ctypes.data, BARRIER) for j in jobs], np.int64)
+    program, pool = Program(steps), get_pool(n_threads if n_threads is not None else default_threads())
+    done, total = 0, sum(rows.nbytes for _, rows in items)
     for i, job in enumerate(jobs):
         failed = program.run(pool, i, i + 1)
         if failed is not None:
             raise RuntimeError(
                 f"pack_tensors: kernel {job.kernel.name} must return 0, got status {failed[1]} ('{job.tensor.name}')"
             )
-        done += job.rows.nbytes
+        done += job.end - job.first
         if on_packed is not None:
-            on_packed(job.tensor)
+            on_packed(job.tensor, job.first, job.end)
         if progress is not None:
             progress(done, total)
 
 
 def _jobs(items: Sequence[tuple[Tensor, NDArray[np.uint8]]]) -> list[_Job]:
-    from ggjit.ops.lib.panel_kernels import pack_kernel
-
-    jobs = []
-    with Context(2 * len(items) * tensor_overhead(), no_alloc=True):
-        for t, rows in items:
-            if t.buffer is None or t.buffer.type is not PANEL:
-                raise ValueError(f"pack_tensors: the tensor must lie in a panel buffer, got {t.buffer} ('{t.name}')")
-            if rows.nbytes != t.nbytes or not rows.flags.c_contiguous:
-                raise ValueError(
-                    f"pack_tensors: rows must be contiguous and of {t.nbytes} bytes, got {rows.nbytes} ('{t.name}')"
-                )
-            source = new_node(NONE, t.type, t.ne)
-            source.data = rows.ctypes.data
-            record = new_node(NONE, I8, (PANEL.alloc_size(t), 1, 1, 1), (source,))
-            record.data = t.data
-            jobs.append(_Job(t, rows, record, pack_kernel(t.type.name)))
+    jobs: list[_Job] = []
+    for t, rows in items:
+        if t.buffer is None or t.buffer.type is not PANEL:
+            raise ValueError(f"pack_tensors: the tensor must lie in a panel buffer, got {t.buffer} ('{t.name}')")
+        if rows.nbytes != t.nbytes or not rows.flags.c_contiguous:
+            raise ValueError(
+                f"pack_tensors: rows must be contiguous and of {t.nbytes} bytes, got {rows.nbytes} ('{t.name}')"
+            )
+    cuts = [_slices(t) for t, _ in items]
+    with Context(2 * sum(map(len, cuts)) * tensor_overhead(), no_alloc=True):
+        for (t, rows), slices in zip(items, cuts, strict=True):
+            jobs += [_job(t, rows, *s) for s in slices]
     return jobs
+
+
+def _slices(t: Tensor) -> list[tuple[int, Dims]]:
+    """First row and sizes of the parts of a tensor that are packed at a stretch: whole panels of one matrix."""
+    n_rows = max(SLICE // (PANEL_ROWS * t.nb[1]), 1) * PANEL_ROWS
+    if t.nbytes <= SLICE:
+        return [(0, t.ne)]
+    parts = [(i, min(n_rows, t.ne[1] - i)) for i in range(0, t.ne[1], n_rows)]
+    return [(m * t.ne[1] + i, (t.ne[0], n, 1, 1)) for m in range(t.ne[2] * t.ne[3]) for i, n in parts]
+
+
+def _job(t: Tensor, rows: NDArray[np.uint8], first_row: int, ne: Dims) -> _Job:
+    from ggjit.ops.lib.panel_kernels import pack_kernel, panel_nbytes
+
+    matrix, row = divmod(first_row, t.ne[1])
+    before = matrix * panel_nbytes(t.type, t.ne[0], t.ne[1]) + panel_nbytes(t.type, t.ne[0], row)  # type: ignore[no-untyped-call]
+    source = new_node(NONE, t.type, ne)
+    first = first_row * t.nb[1]
+    source.data = rows.ctypes.data + first
+    record = new_node(NONE, I8, (PANEL.alloc_size(source), 1, 1, 1), (source,))
+    record.data = t.data + int(before)
+    return _Job(t, first, first + source.nbytes, record, pack_kernel(t.type.name))
 
 
 # --- device and backend -----------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
-"""Loading weights: headers in one context, data in the mapped file where it lies or repacked into panels.
+"""Loading weights: headers in one context, data where each weight's device wants it.
 
 The four steps of a load:
     1. each weight's offset in its file is known from the tensor list;
     2. the files are mapped (`GgufFile`);
-    3. a buffer of type "mapped" is wrapped around the bytes between the first and the last tensor of each file;
-    4. weights that are used where they lie point into it; those that are repacked get a place in a panel buffer and are
-       packed in parallel, and the file's pages are given back as they are consumed.
+    3. memory is chosen for each weight (`Placement` tells its device), and a buffer made of each kind: one of type
+       "mapped" is wrapped around the bytes between the first and the last tensor of each file;
+    4. weights that are used where they lie point into the mapping; matrices for the CPU are repacked into panels in
+       parallel, a slice at a time; the rest is copied. What was read of the mapping is given back.
 
-Pages of the mapping that no weight in place needs are never read, or given back.
+So a page of the file stays in memory only if a weight is used where it lies. Without mapping each tensor is read from
+the file, and only metadata stays mapped.
 """
 
 from __future__ import annotations
@@ -15,24 +17,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ggjit.alloc import TensorAllocator
-from ggjit.backend import Buffer, buffer_from_array, tensor_alloc
-from ggjit.backends.cpu import PANEL, pack_tensors
+from ggjit.backend import Buffer, BufferType, NewBuffer, buffer_from_array, new_buffer, tensor_alloc
+from ggjit.backends.cpu import HOST, MAPPED, PANEL, pack_tensors
 from ggjit.context import Context, tensor_overhead
 from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile, StringArray
 from ggjit.gguf.reader import TensorInfo
+from ggjit.llm.placement import Placement
+from ggjit.memory_lock import lock_memory
 from ggjit.progress import ByteBar
 from ggjit.tensor import Tensor, new_tensor
 
 
 @dataclass
 class _Weight:
-    """A header and where its bytes are in the file."""
+    """A header, where its bytes are in the file, and the memory that it gets."""
 
     tensor: Tensor
     info: TensorInfo
-    panel: bool
+    device: str
+    type: BufferType
 
 
 class Loader:
@@ -43,14 +51,28 @@ class Loader:
     Args:
         file: the open model.
         repack: pack matrices into panels.
+        placement: the device of each weight; by default all are on the CPU.
+        mmap: use weights where the mapped file has them if that serves; else read all of them.
+        new_buffer: makes the buffers.
 
     Attributes:
         n_vocab: rows of the token embedding.
         weights: all headers by name.
+        buffers: that hold them.
+        memory: bytes allocated for them by device.
+        mapped_nbytes: bytes of the mapped files that are used where they lie.
     """
 
-    def __init__(self, file: GgufFile, repack: bool = True) -> None:
-        self.file, self.repack = file, repack
+    def __init__(
+        self,
+        file: GgufFile,
+        repack: bool = True,
+        placement: Placement | None = None,
+        mmap: bool = True,
+        new_buffer: NewBuffer = new_buffer,
+    ) -> None:
+        self.file, self.repack, self.mmap, self._new_buffer = file, repack, mmap, new_buffer
+        self.placement = Placement(0) if placement is None else placement
         self.context = Context((2 * len(file.tensors) + 8) * tensor_overhead(), no_alloc=True)
         self.n_vocab = file.info("token_embd.weight").ne[1]
         tokens = file.kv.get("tokenizer.ggml.tokens")
@@ -61,21 +83,23 @@ class Loader:
             )
         self._used: set[str] = set()  # names in the file
         self.buffers: list[Buffer] = []
+        self.memory = {d.name: 0 for d in self.placement.devices}
+        self.mapped_nbytes = 0
         self._weights: list[_Weight] = []
 
     # -- what architectures call -------------------------------------------------------------------------------------
 
     def vector(self, name: str, *ne: int) -> Tensor:
-        """A bias, norm or table: used where it lies in the file.
+        """A bias, norm or table; copied where matrices are: one page of the mapping for each would be more.
 
         Raises:
             GgufError: the file has no such tensor, or of another shape.
         """
-        return self._header(name, self._info(name, ne), panel=False)
+        return self._header(name, self._info(name, ne), HOST if self.repack else MAPPED)
 
     def rows(self, name: str, *ne: int) -> Tensor:
         """A matrix of which single rows are read (an embedding): used where it lies."""
-        return self.vector(name, *ne)
+        return self._header(name, self._info(name, ne), MAPPED)
 
     def matrix(self, name: str, *ne: int, tied: str | None = None) -> Tensor:
         """A matrix for mul_mat: repacked into panels where that is wanted and possible.
@@ -89,7 +113,7 @@ class Loader:
             GgufError: the file has no such tensor, or of another shape.
         """
         source = tied if tied is not None and name not in self.file.tensors else name
-        return self._header(name, self._info(source, ne), panel=self.repack)
+        return self._header(name, self._info(source, ne), PANEL if self.repack else MAPPED)
 
     def optional(self, make: Callable[..., Tensor], name: str, *ne: int) -> Tensor | None:
         """A weight that may be missing, made by `vector`, `rows` or `matrix`."""
@@ -105,60 +129,109 @@ class Loader:
         self._used.add(name)
         return info
 
-    def _header(self, name: str, info: TensorInfo, panel: bool) -> Tensor:
+    def _header(self, name: str, info: TensorInfo, wanted: BufferType) -> Tensor:
         assert info.type is not None
         with self.context:
             tensor = new_tensor(info.type, *info.ne[: info.n_dims], name=name)
-        self._weights.append(_Weight(tensor, info, panel and PANEL.supports(tensor)))
+        device = self.placement.weight(name)
+        if device is self.placement.cpu:
+            type = wanted if wanted.supports(tensor) else MAPPED
+            type = HOST if type is MAPPED and not self.mmap else type
+        else:
+            type = next((t for t in device.weight_buffer_types() if t.supports(tensor)), HOST)
+        self._weights.append(_Weight(tensor, info, device.name, type))
         return tensor
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    def load(self, n_threads: int, progress: bool = True) -> None:
-        """Give every header its data.
-
-        Args:
-            n_threads: that pack panels.
-            progress: show a bar, if stderr is a terminal.
+    def place(self) -> None:
+        """Make the buffers and give every header its place.
 
         Raises:
             GgufError: the file has a tensor that the architecture did not ask for; it would compute something else.
-            MemoryError: there is not enough memory for the panels.
+            MemoryError: there is not enough memory.
 
-        Source: llama.cpp's done_getting_tensors.
+        Source: llama.cpp's done_getting_tensors, create_backend_buffers.
         """
         unknown = [info for name, info in self.file.tensors.items() if name not in self._used]
         if unknown:
             got = f"{len(unknown)} others, first {unknown[0].name!r}"
             text = f"tensors must be ones that the architecture uses, got {got}"
             raise GgufError(self.file.mappings[unknown[0].file].path, unknown[0].info_offset, text)
-        in_place = [w for w in self._weights if not w.panel]
-        repacked = [w for w in self._weights if w.panel]
+        groups: dict[tuple[str, BufferType], list[_Weight]] = {}
+        for w in self._weights:
+            groups.setdefault((w.device, w.type), []).append(w)
+        for (device, type), group in groups.items():
+            if type is MAPPED:
+                self._place_mapped(group)
+                continue
+            buffer = self._new_buffer(type, sum(type.padded_size(w.tensor) for w in group), "weights")
+            self.buffers.append(buffer)
+            self.memory[device] += buffer.size
+            allocator = TensorAllocator(buffer)
+            for w in group:
+                allocator.alloc(w.tensor)
+
+    def _place_mapped(self, group: list[_Weight]) -> None:
         for i, mapping in enumerate(self.file.mappings):
             first, last = self.file.used_range(i)
-            mine = [w for w in in_place if w.info.file == i]
+            mine = [w for w in group if w.info.file == i]
             if mine:
                 buffer = buffer_from_array(mapping.data[first:last])
                 self.buffers.append(buffer)
                 for w in mine:
                     tensor_alloc(buffer, w.tensor, buffer.base + w.info.offset - first)
-        if repacked:
-            panels = PANEL.new_buffer(sum(PANEL.padded_size(w.tensor) for w in repacked), "weights")
-            self.buffers.append(panels)
-            allocator = TensorAllocator(panels)
-            for w in repacked:
-                allocator.alloc(w.tensor)
-            by_tensor = {w.tensor: w.info for w in repacked}
-            keep = {(w.info.file, w.info.offset) for w in in_place}
+        used = {(w.info.file, w.info.offset): w.info.nbytes for w in group}
+        self.mapped_nbytes = sum(used.values())
 
-            def give_back(tensor: Tensor) -> None:
-                info = by_tensor[tensor]
-                if (info.file, info.offset) not in keep:
-                    self.file.mappings[info.file].advise_dontneed(info.offset, info.nbytes)
+    def fill(self, n_threads: int, progress: bool = True) -> None:
+        """Pack and copy what is not used where it lies.
 
-            work = [(w.tensor, self.file.data(w.info.name)) for w in repacked]
-            with ByteBar("packing weights", progress) as bar:
-                pack_tensors(work, n_threads, progress=bar, on_packed=give_back)
+        Args:
+            n_threads: that pack panels.
+            progress: show a bar, if stderr is a terminal.
+        """
+        infos = {w.tensor: w.info for w in self._weights}
+
+        def give_back(tensor: Tensor, first: int, end: int) -> None:
+            if self.mmap:
+                info = infos[tensor]
+                self.file.mappings[info.file].advise_dontneed(info.offset + first, end - first)
+
+        for w in self._weights:
+            if w.type not in (MAPPED, PANEL):
+                assert w.tensor.buffer is not None
+                w.tensor.buffer.set_tensor(w.tensor, self._bytes(w.info))
+                give_back(w.tensor, 0, w.info.nbytes)
+        packed = [w for w in self._weights if w.type is PANEL]
+        with ByteBar("packing weights", progress) as bar:
+            if self.mmap:
+                pack_tensors([(w.tensor, self._bytes(w.info)) for w in packed], n_threads, bar, give_back)
+            else:
+                self._read_and_pack(packed, n_threads, bar)
+        if any(w.type is not MAPPED for w in self._weights):
+            for mapping in self.file.mappings:
+                mapping.advise_dontneed(0, mapping.size)
+                mapping.advise_single_pages()
+
+    def _read_and_pack(self, weights: list[_Weight], n_threads: int, bar: ByteBar) -> None:
+        done, total = 0, sum(w.info.nbytes for w in weights)
+        for w in weights:
+            pack_tensors([(w.tensor, self._bytes(w.info))], n_threads)
+            done += w.info.nbytes
+            bar(done, total)
+
+    def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
+        """A tensor's bytes: a view of the mapping, or read from the file."""
+        if self.mmap:
+            return self.file.data(info.name)
+        return np.fromfile(self.file.mappings[info.file].path, np.uint8, info.nbytes, offset=info.offset)
+
+    def lock(self) -> bool:
+        """Keep all weights of host memory from being paged out; a warning and False where the system forbids it."""
+        ranges = {(w.tensor.data, w.info.nbytes) for w in self._weights if w.type is MAPPED}
+        ranges |= {(b.base, b.size) for b in self.buffers if b.array is not None and b.type is not MAPPED}
+        return all(lock_memory(address, nbytes, "mlock") for address, nbytes in sorted(ranges))
 
     @property
     def weights(self) -> dict[str, Tensor]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 from ggjit import models
+from ggjit.backend import Device, new_buffer
 from ggjit.gguf import GgufFile
 from ggjit.llm.hparams import Hparams, architecture_of
 from ggjit.llm.loader import Loader
+from ggjit.llm.placement import Placement
 from ggjit.tensor import Tensor
+from ggjit.unbacked import unbacked_buffer
 
 
 class Model:
@@ -19,6 +23,12 @@ class Model:
         n_threads: that pack weights.
         repack: pack matrices into panels; without it kernels read the mapped file.
         progress: show a bar while packing, if stderr is a terminal.
+        mmap: use weights where the mapped file has them if that serves; without it all are read.
+        mlock: keep weights from being paged out; a warning where the system forbids it.
+        devices: beside the CPU.
+        n_gpu_layers: blocks on the devices, counted from the output, which counts as one; None: all.
+        overrides: device of weights by regular expressions that are searched in their names.
+        no_alloc: allocate nothing: only tell how much memory it would be.
 
     Attributes:
         file: the open file, for metadata.
@@ -26,29 +36,50 @@ class Model:
         architecture: weights by their role; builds graphs.
         n_vocab: number of tokens.
         weights: all weights by name.
+        buffers: that hold them.
+        placement: the devices of its parts.
+        memory: bytes allocated for weights by device.
+        mapped_nbytes: bytes of the file that are used where they lie.
+        is_locked: are all weights of host memory kept from being paged out?
 
     Raises:
         GgufError: the file is not sound or lacks something.
         NotImplementedError: the architecture is not there.
+        ValueError: an argument that places layers is no good.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, n_threads: int = 1, repack: bool = True, progress: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_threads: int = 1,
+        repack: bool = True,
+        progress: bool = True,
+        mmap: bool = True,
+        mlock: bool = False,
+        devices: Sequence[Device] = (),
+        n_gpu_layers: int | None = None,
+        overrides: Mapping[str, Device | str] | None = None,
+        no_alloc: bool = False,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path, self.no_alloc = os.fspath(path), no_alloc
         self.file = GgufFile(path)
         cls = models.get(architecture_of(self.file))
         self.hparams = Hparams(self.file)
-        loader = Loader(self.file, repack)
+        self.placement = Placement(self.hparams.n_layer, devices, n_gpu_layers, overrides)
+        loader = Loader(self.file, repack, self.placement, mmap, unbacked_buffer if no_alloc else new_buffer)
         self.architecture = cls(self.hparams, loader)
-        loader.load(n_threads, progress)
+        loader.place()
+        if not no_alloc:
+            loader.fill(n_threads, progress)
+        self.is_locked = mlock and not no_alloc and loader.lock()
         self.n_vocab = loader.n_vocab
         self.weights: dict[str, Tensor] = loader.weights
-        self.buffers = loader.buffers
+        self.buffers, self.memory, self.mapped_nbytes = loader.buffers, loader.memory, loader.mapped_nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights where they are used: panels, and tensors in the mapped file."""
+        """Bytes of the weights where they are used: in buffers, and in the mapped file."""
         return sum(t.nbytes if t.buffer is None else t.buffer.type.alloc_size(t) for t in self.weights.values())
 
     def close(self) -> None:

@@ -1,0 +1,52 @@
+"""Locking memory, so that it is never paged out.
+
+Source: mlock(2), VirtualLock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+
+
+def _lock(address: int, nbytes: int) -> int:
+    """Lock a range; 0 or the system's error number."""
+    if sys.platform == "win32":
+        kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
+        done = kernel32.VirtualLock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+        return 0 if done else ctypes.get_last_error()
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
+    return 0 if done else ctypes.get_errno()
+
+
+def _limit() -> str:
+    try:
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    except (ImportError, AttributeError, OSError, ValueError):
+        return ""
+    return "" if soft == resource.RLIM_INFINITY else f", the limit is {soft} bytes; raise it (ulimit -l)"
+
+
+def lock_memory(address: int, nbytes: int, what: str) -> bool:
+    """Lock whole pages of a range as long as they are mapped; a warning where the system forbids it.
+
+    Args:
+        address: first byte.
+        nbytes: of the range.
+        what: for the warning.
+
+    Returns:
+        Is it locked?
+    """
+    if nbytes == 0:
+        return True
+    error = _lock(address, nbytes)
+    if error:
+        text = f"{what}: memory must be lockable, got {os.strerror(error)!r} for {nbytes} bytes{_limit()}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    return error == 0
