@@ -1,5 +1,5 @@
-"""`ggjit bench llm MODEL`: tokens a second, beside what the machine can do in the same run; `ggjit bench ops`: see
-`ggjit.cli.bench_ops`.
+"""`ggjit bench llm MODEL`: tokens a second, beside what the machine can do in the same run; `ggjit bench ops` and
+`ggjit bench peers`: see `ggjit.cli.bench_ops` and `ggjit.cli.bench_peers`.
 
 ppN is the prefill of N tokens into an empty cache, tgN the generation of N tokens one by one from an empty cache, as in
 llama-bench. Every repetition takes turns with plain reads and the int8 peak on the same threads, and the shares are
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggjit import op as _op
-from ggjit.cli import at_least, bench_ops, numbers
+from ggjit.cli import at_least, bench_ops, bench_peers, numbers
 
 if TYPE_CHECKING:
     from ggjit.limits import Meter
@@ -73,12 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     llm.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
     llm.add_argument("--json", action="store_true", help="print a list of objects")
     bench_ops.add_arguments(parsers)
+    bench_peers.add_arguments(parsers)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
     if args.what == "ops":
         return bench_ops.run(args)
+    if args.what == "peers":
+        return bench_peers.run(args)
     from ggjit.fetch import pull
     from ggjit.threadpool import default_threads
 
