@@ -68,17 +68,17 @@ def _file_band(file: GgufFile, y: float, colours: Mapping[str, str]) -> list[str
     scale, parts = _WIDTH / file.nbytes, []
     parts.append(box(_LEFT, y, file.data_offset * scale, _BAND, "#c8c8c8"))
     for info in file.tensors.values():
-        parts.append(box(_LEFT + info.offset * scale, y, info.nbytes * scale, _BAND, colours[info.name]))
-        parts.append(_label(_LEFT + info.offset * scale, y, info.nbytes * scale, info.name))
+        parts.append(_tensor(_LEFT + info.offset * scale, y, info.nbytes * scale, info.name, colours[info.name]))
     for at, anchor in ((0, "end"), (file.data_offset, "start"), (file.nbytes, "end")):
         parts.append(text(_LEFT + at * scale, y - 5, str(at), 9, anchor, GREY))
     return parts
 
 
-def _label(x: float, y: float, width: float, name: str) -> str:
-    """A tensor's name if it has room, without "weight"."""
+def _tensor(x: float, y: float, width: float, name: str, colour: str) -> str:
+    """A tensor's box; its name if it has room, without "weight"."""
+    drawn = box(x, y, width, _BAND, colour, "white" if width > 3 else colour)
     short = name.removesuffix(".weight")
-    return text(x + width / 2, y + 21, short, 9, "middle") if len(short) * _LETTER < width else ""
+    return drawn + (text(x + width / 2, y + 21, short, 9, "middle") if len(short) * _LETTER < width else "")
 
 
 def loaded(file: GgufFile, weights: Iterable[Tensor]) -> Svg:
@@ -100,7 +100,7 @@ def loaded(file: GgufFile, weights: Iterable[Tensor]) -> Svg:
     parts = [text(6, 22 + _BAND / 2, "the file")]
     parts += _file_band(file, 18, {i.name: home.get(i.name, PALE) for i in file.tensors.values()})
     y, width = 18.0 + _BAND, float(_WIDTH)
-    for buffer, mine in sorted(buffers.items(), key=lambda b: b[0].type.name):
+    for buffer, mine in sorted(buffers.items(), key=lambda b: (not _on_file(file, b[0]), b[0].type.name)):
         y += 50
         used, band = _buffer_band(file, buffer, mine, y, colours[buffer.type.name])
         parts, y, width = [*band, *parts], y + _BAND, max(width, used)
@@ -108,17 +108,20 @@ def loaded(file: GgufFile, weights: Iterable[Tensor]) -> Svg:
     return document(_LEFT + width + 40, y + 12 + LEGEND_HEIGHT, parts)
 
 
+def _on_file(file: GgufFile, buffer: Buffer) -> bool:
+    mapping = file.mappings[0]
+    return mapping.address <= buffer.base < mapping.address + mapping.size
+
+
 def _buffer_band(file: GgufFile, buffer: Buffer, mine: list[Tensor], y: float, colour: str) -> tuple[float, list[str]]:
     """Its width and parts."""
-    scale, mapping = _WIDTH / file.nbytes, file.mappings[0]
-    on_file = mapping.address <= buffer.base < mapping.address + mapping.size
-    start = _LEFT + (buffer.base - mapping.address if on_file else 0) * scale
+    scale = _WIDTH / file.nbytes
+    start = _LEFT + (buffer.base - file.mappings[0].address if _on_file(file, buffer) else 0) * scale
     parts = [text(6, y + 21, f"{buffer.type.name} buffer"), box(start, y, buffer.size * scale, _BAND, PALE, INK)]
     for t in mine:
         x, info = start + (t.data - buffer.base) * scale, file.tensors[t.name]
         width = buffer.type.padded_size(t) * scale
-        parts.append(box(x, y, width, _BAND, colour))
-        parts.append(_label(x, y, width, t.name))
+        parts.append(_tensor(x, y, width, t.name, colour))
         if width > 6:
             parts.append(_way(info, scale, x + width / 2, y, colour))
     return start - _LEFT + buffer.size * scale, parts

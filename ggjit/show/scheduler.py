@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggjit.show.svg import GREY, INK, LEGEND_HEIGHT, PALE, Svg, box, colours_of, document, legend, line, text
+from ggjit.show.svg import GREY, INK, LEGEND_HEIGHT, PALE, PALETTE, Svg, box, document, legend, line, text
 
 if TYPE_CHECKING:
     from ggjit.sched import SchedGraph
@@ -25,6 +25,11 @@ def _name(t: Tensor, longest: int = 20) -> str:
     return t.name if len(t.name) <= longest else t.name[: longest - 1] + "…"
 
 
+def _colours(names: list[str]) -> dict[str, str]:
+    """The CPU, which comes last, has the same colour in all drawings."""
+    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(reversed(names))}
+
+
 def passes(run: SchedGraph, views: bool = False) -> Svg:
     """Draw what each of the five passes did with each node.
 
@@ -42,7 +47,7 @@ def passes(run: SchedGraph, views: bool = False) -> Svg:
     nodes = [t for t in run.graph.nodes if views or not t.op.view]
     if len(nodes) > _MOST:
         raise ValueError(f"show.passes: at most {_MOST} nodes can be drawn, got {len(nodes)}")
-    colours, rows = colours_of(names), {t: _HEAD + _ROW * i for i, t in enumerate(nodes)}
+    colours, rows = _colours(names), {t: _HEAD + _ROW * i for i, t in enumerate(nodes)}
     parts = [text(6, 20, "node"), text(_NAME + 4 * _CELL + 8, 20, "5 splits")]
     for k, title in enumerate(_PASSES.values()):
         parts.append(text(_NAME + _CELL * (k + 0.5), 20, title, anchor="middle"))
@@ -102,7 +107,7 @@ def splits(run: SchedGraph) -> Svg:
     """
     a = run.assignments
     names = [b.name for b in a.backends]
-    colours, lanes = colours_of(names), {i: 24 + (_LANE + _GAP) * i for i in range(len(names))}
+    colours, lanes = _colours(names), {i: 24 + (_LANE + _GAP) * i for i in range(len(names))}
     counts = [sum(not t.op.view for t in run.graph.nodes[s.first : s.end]) for s in run.splits]
     widths = [max(n * _LANE_WIDTH / max(sum(counts), 1), _LEAST) for n in counts]
     parts = []

@@ -13,6 +13,9 @@ LEGEND_HEIGHT = 24
 class Svg(str):
     """SVG text that a notebook shows."""
 
+    def __repr__(self) -> str:
+        return f"Svg({len(self)} characters)"
+
     def _repr_svg_(self) -> str:
         return str(self)
 
