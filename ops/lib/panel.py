@@ -23,8 +23,9 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ggjit import types
-from ggjit.jit import cpu_level, jitted, lazy_module
+from ggjit.jit import Jitted, cpu_level, jitted, lazy_module
 from ggjit.ops.lib.emit import I64, ROWS, Emit, emitted
+from ggjit.ops.lib.row_words import RowWords
 from ggjit.ops.quants.quant import Part
 
 memory = lazy_module("ggjit.ops.lib.memory")
@@ -350,10 +351,15 @@ def pack_panel(type_name):
     number of weights in a row.
     """
     t = types.by_name(type_name)
+    return _pack_blocks(t) if isinstance(t.quant.panel.pack, Jitted) else _pack_rows(t)
+
+
+def _pack_blocks(t):
+    """One block after another."""
     p = t.quant.panel
-    pack_block, size, nbytes = p.pack_block, t.blck_size, p.nbytes
+    size, nbytes = t.blck_size, p.nbytes
     file_nbytes, per = t.type_size, p.blck_size // t.blck_size
-    place = pack_block if per > 1 else _only_part(pack_block)
+    place = p.pack if per > 1 else _only_part(p.pack)
 
     @jitted
     def pack(src, src_offs, src_row_stride, n_rows, dst, dst_offs, k):
@@ -375,3 +381,27 @@ def _only_part(pack_block):
         pack_block(src, src_offs, dst, dst_offs, row)
 
     return place
+
+
+def _pack_rows(t):
+    """A block of 16 rows at a time."""
+    p, size, file_nbytes = t.quant.panel, t.blck_size, t.type_size
+    pack_block, nbytes = p.pack, p.nbytes
+    assert p.blck_size == size
+
+    @emitted("src stride n_rows dst n")
+    def pack_rows(e, src, stride, n_rows, dst, n):
+        rows = RowWords(e, src, stride, n_rows, file_nbytes)
+
+        def block(i):
+            rows.move(i)
+            pack_block(e, rows, e.add(dst, e.mul(i, nbytes)))
+            return []
+
+        e.loop(n, [], block)
+
+    @jitted
+    def pack(src, src_offs, src_row_stride, n_rows, dst, dst_offs, k):
+        pack_rows(memory.address(src) + src_offs, src_row_stride, n_rows, memory.address(dst) + dst_offs, k // size)
+
+    return pack

@@ -39,15 +39,6 @@ def byte(src, at):
 
 
 @jitted
-def load_scale(src, at, i):
-    """Scale and minimum i of the 12 bytes at `at`."""
-    if i < 4:
-        return byte(src, at + i) & 63, byte(src, at + 4 + i) & 63
-    low = byte(src, at + 4 + i)
-    return low & 15 | byte(src, at + i - 4) >> 6 << 4, low >> 4 | byte(src, at + i) >> 6 << 4
-
-
-@jitted
 def store_scale(dst, at, i, scale, minimum):
     """Write scale and minimum i of the 12 bytes at `at`; for i in ascending order."""
     if i < 4:
@@ -59,16 +50,23 @@ def store_scale(dst, at, i, scale, minimum):
         memory.store_u8(dst, at + 4 + i, scale & 15 | (minimum & 15) << 4)
 
 
-@jitted
-def pack_scales(src, at, dst, to, row):
-    """The 12 bytes at `at` to a row's places in the 192 bytes of a panel block at `to`."""
+def pack_scales(e, rows, words, to):
+    """The 12 bytes of scales, three words of 16 rows, to the 192 bytes of a panel block at `to`."""
+    a, b, c = words
+
+    def high(x, n=6):
+        return e.and_i32(e.shr_i32(x, n), 0x03030303)
+
+    def halves(x, y):
+        return e.or_(e.and_i32(x, 0x0F0F0F0F), e.shl_i32(e.and_i32(y, 0x0F0F0F0F), 4))
+
+    first = halves(a, b)  # low bits of scales and minimums 0 to 3; c has those of 4 to 7
+    tops = e.or_(high(a, 4), e.shl_i32(high(b, 4), 2))
+    tops = e.or_(tops, e.or_(e.shl_i32(high(a), 4), e.shl_i32(high(b), 6)))
     for i in range(4):
-        s0, m0 = load_scale(src, at, i)
-        s1, m1 = load_scale(src, at, i + 4)
-        memory.store_u8(dst, to + 16 * i + row, s0 & 15 | (m0 & 15) << 4)
-        memory.store_u8(dst, to + 64 + 16 * i + row, s1 & 15 | (m1 & 15) << 4)
-        tops = s0 >> 4 | m0 >> 4 << 2 | s1 >> 4 << 4 | m1 >> 4 << 6
-        memory.store_u8(dst, to + 128 + 16 * i + row, tops)
+        rows.store_bytes(e.add(to, 16 * i), first, i)
+        rows.store_bytes(e.add(to, 64 + 16 * i), c, i)
+        rows.store_bytes(e.add(to, 128 + 16 * i), tops, i)
 
 
 def load_scales(e, w, offset):

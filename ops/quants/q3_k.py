@@ -17,6 +17,8 @@ shift brings all four to their places. Planes: low bits of scales 0 and 2; of 1 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ggjit import types
@@ -124,37 +126,36 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def four_codes(src, block, g, v):
-    """Weights 4 v to 4 v + 3 of group g: 3-bit values in the bytes of a word."""
-    low = np.int64(memory.load_u32(src, block + 32 + 32 * (g >> 3) + 16 * (g & 1) + 4 * v)) >> (g & 6)
-    high = np.int64(memory.load_u32(src, block + 16 * (g & 1) + 4 * v)) >> (g >> 1)
-    return low & 0x03030303 | (high & 0x01010101) << 2
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, 108)
+    words = rows.words(0) + rows.words(44)[5:]
 
+    def four(g, v):
+        """Weights 4 v to 4 v + 3 of group g: 3-bit values in the bytes of words."""
+        low = e.shr_i32(words[8 + 8 * (g >> 3) + 4 * (g & 1) + v], g & 6)
+        high = e.shr_i32(words[4 * (g & 1) + v], g >> 1)
+        return e.or_(e.and_i32(low, 0x03030303), e.shl_i32(e.and_i32(high, 0x01010101), 2))
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs + 108))
     for u in range(4):
-        quad, tops = dst_offs + 32 + 432 * u, np.int64(0)
-        for f in range(4):
-            tops |= (np.int64(memory.load_u8(src, src_offs + 104 + f)) >> 2 * u & 3) << 2 * f
-        memory.store_u8(dst, quad + 32 + row, tops)
+        quad = e.add(to, 32 + 432 * u)
+        tops = [e.shl_i32(e.and_i32(e.shr_i32(words[26], 8 * f + 2 * u), 3), 2 * f) for f in range(4)]
+        rows.store_bytes(e.add(quad, 32), functools.reduce(e.or_, tops), 0)
         for f in range(2):
-            at, shift = src_offs + 96 + 4 * (u & 1) + f, 4 * (u >> 1)
-            low, high = np.int64(memory.load_u8(src, at)) >> shift, np.int64(memory.load_u8(src, at + 2)) >> shift
-            memory.store_u8(dst, quad + 16 * f + row, low & 15 | (high & 15) << 4)
-        singles = np.int64(0)
+            x = e.shr_i32(words[24 + (u & 1)], 8 * f + 4 * (u >> 1))
+            both = e.or_(e.and_i32(x, 15), e.shl_i32(e.and_i32(e.shr_i32(x, 16), 15), 4))
+            rows.store_bytes(e.add(quad, 16 * f), both, 0)
+        singles = []
         for v in range(4):
-            a, b = four_codes(src, src_offs, 4 * u, v), four_codes(src, src_offs, 4 * u + 1, v)
-            c, d = four_codes(src, src_offs, 4 * u + 2, v), four_codes(src, src_offs, 4 * u + 3, v)
-            fields = a & 0x03030303 | (b & 0x03030303) << 2 | (c & 0x06060606) << 3 | (d & 0x06060606) << 5
-            memory.store_u32(dst, quad + 176 + 64 * v + 4 * row, fields)
-            bits = a >> 2 & 0x01010101 | (b & 0x04040404) | (c & 0x01010101) << 1 | (d & 0x01010101) << 3
-            singles = singles | bits << 4 if v & 1 else bits
-            if v & 1:
-                memory.store_u32(dst, quad + 48 + 32 * (v - 1) + 4 * row, singles)
+            a, b, c, d = (four(4 * u + f, v) for f in range(4))
+            fields = e.or_(e.and_i32(a, 0x03030303), e.shl_i32(e.and_i32(b, 0x03030303), 2))
+            tops = e.or_(e.shl_i32(e.and_i32(c, 0x06060606), 3), e.shl_i32(e.and_i32(d, 0x06060606), 5))
+            e.store(quad, e.or_(fields, tops), 176 + 64 * v)
+            bits = e.or_(e.and_i32(e.shr_i32(a, 2), 0x01010101), e.and_i32(b, 0x04040404))
+            more = e.or_(e.and_i32(c, 0x01010101), e.shl_i32(e.and_i32(d, 0x01010101), 2))
+            singles.append(e.or_(bits, e.shl_i32(more, 1)))
+        for v in (0, 2):
+            e.store(quad, e.or_(singles[v], e.shl_i32(singles[v + 1], 4)), 48 + 32 * v)
 
 
 def runs(e, w, step):
@@ -175,5 +176,5 @@ def runs(e, w, step):
     return [parts[:2], parts[2:]]
 
 
-PANEL = Panel(256, 1760, 7, pack_block, runs, steps=4, parts=2, offset_shift=2)
+PANEL = Panel(256, 1760, 7, pack_rows, runs, steps=4, parts=2, offset_shift=2)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

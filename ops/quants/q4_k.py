@@ -106,14 +106,14 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
-    memory.store_u16(dst, dst_offs + 32 + 2 * row, memory.load_u16(src, src_offs + 2))
-    k_scales.pack_scales(src, src_offs + 4, dst, dst_offs + 64, row)
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    words = rows.words(0) + rows.words(64) + rows.words(80)[12:]
+    rows.store_halves(to, 0)
+    rows.store_halves(e.add(to, 32), 2)
+    k_scales.pack_scales(e, rows, words[1:4], e.add(to, 64))
     for g in range(32):
-        memory.store_u32(dst, dst_offs + 256 + 64 * g + 4 * row, memory.load_u32(src, src_offs + 16 + 4 * g))
+        e.store(to, words[4 + g], 256 + 64 * g)
 
 
 def runs(e, w, step):
@@ -129,5 +129,5 @@ def runs(e, w, step):
             yield [Part(operands, e.fmul(factors[half], scale), None, e.fmul(dmin, minimum), 4 * half)]
 
 
-PANEL = Panel(256, 2304, 15, pack_block, runs, minimum=True)
+PANEL = Panel(256, 2304, 15, pack_rows, runs, minimum=True)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

@@ -16,6 +16,8 @@ of run 2 p + 1. One shift brings both to bits 4 and 3, where they complete the v
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ggjit import types
@@ -117,23 +119,24 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
-    memory.store_u16(dst, dst_offs + 32 + 2 * row, memory.load_u16(src, src_offs + 2))
-    k_scales.pack_scales(src, src_offs + 4, dst, dst_offs + 64, row)
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    words = rows.words(0) + rows.words(64) + rows.words(112)[4:]
+    rows.store_halves(to, 0)
+    rows.store_halves(e.add(to, 32), 2)
+    k_scales.pack_scales(e, rows, words[1:4], e.add(to, 64))
     for p in range(4):
-        pair, first, second = dst_offs + 256 + 640 * p + 4 * row, np.int64(0), np.int64(0)
+        pair, bits = e.add(to, 256 + 640 * p), []
         for g in range(8):
-            q = np.int64(memory.load_u32(src, src_offs + 48 + 32 * p + 4 * g))
-            high = np.int64(memory.load_u32(src, src_offs + 16 + 4 * g)) >> 2 * p
-            odd = q >> 4 & 0x0F0F0F0F | (high >> 1 & 0x01010101) << 4
-            memory.store_u32(dst, pair + 128 + 64 * g, q & 0x0F0F0F0F | (odd >> 1 & 0x0F0F0F0F) << 4)
-            bits = ((high & 0x01010101) << 1 | odd & 0x01010101) << 2 * (g & 3)
-            first, second = first | bits if g < 4 else first, second | bits if g >= 4 else second
-        memory.store_u32(dst, pair, first)
-        memory.store_u32(dst, pair + 64, second)
+            q, high = words[12 + 8 * p + g], e.shr_i32(words[4 + g], 2 * p)
+            top = e.shl_i32(e.and_i32(e.shr_i32(high, 1), 0x01010101), 4)
+            odd = e.or_(e.and_i32(e.shr_i32(q, 4), 0x0F0F0F0F), top)
+            halves = e.or_(e.and_i32(q, 0x0F0F0F0F), e.shl_i32(e.and_i32(e.shr_i32(odd, 1), 0x0F0F0F0F), 4))
+            e.store(pair, halves, 128 + 64 * g)
+            both = e.or_(e.shl_i32(e.and_i32(high, 0x01010101), 1), e.and_i32(odd, 0x01010101))
+            bits.append(e.shl_i32(both, 2 * (g & 3)))
+        for i in range(2):
+            e.store(pair, functools.reduce(e.or_, bits[4 * i : 4 * i + 4]), 64 * i)
 
 
 def runs(e, w, step):
@@ -154,5 +157,5 @@ def runs(e, w, step):
             yield [Part(operands[half], e.fmul(factors[half], scale), None, e.fmul(dmin, minimum), 3 * half)]
 
 
-PANEL = Panel(256, 2816, 31, pack_block, runs, minimum=True)
+PANEL = Panel(256, 2816, 31, pack_rows, runs, minimum=True)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

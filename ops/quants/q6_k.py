@@ -236,25 +236,24 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def four_codes(src, x, h, j, k):
-    """Weights 128 h + 32 j + k to + 3 of a block: 6-bit values in the bytes of a word."""
-    low = memory.load_u32(src, x + 64 * h + 32 * (j & 1) + k) >> 4 * (j >> 1) & 0x0F0F0F0F
-    return low | (memory.load_u32(src, x + QH + 32 * h + k) >> 2 * j & 0x03030303) << 4
-
-
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs + D))
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, D)
+    low, high, scales = rows.words(0) + rows.words(64), rows.words(QH), rows.words(144)[12:]
     for g in range(16):
-        h, j, part = g // 8, g // 2 % 4, 16 * (g & 1)
-        run = dst_offs + 32 + 416 * (g // 2)
-        memory.store_u8(dst, run + part + row, memory.load_u8(src, src_offs + SCALES + g))
-        fourth = four_codes(src, src_offs, h, j, part + 12)
+        h, j, part = g // 8, g // 2 % 4, 4 * (g & 1)
+
+        def four(i, h=h, j=j, k=part):
+            """Weights 4 i to 4 i + 3 of the group: 6-bit values in the bytes of words."""
+            x = e.and_i32(e.shr_i32(low[16 * h + 8 * (j & 1) + k + i], 4 * (j >> 1)), 0x0F0F0F0F)
+            y = e.and_i32(e.shr_i32(high[8 * h + k + i], 2 * j), 0x03030303)
+            return e.or_(x, e.shl_i32(y, 4))
+
+        run, fourth = e.add(to, 32 + 416 * (g // 2)), four(3)
+        rows.store_bytes(e.add(run, 4 * part), scales[g // 4], g % 4)
         for i in range(3):
-            x = four_codes(src, src_offs, h, j, part + 4 * i) | (fourth >> 4 - 2 * i & 0x03030303) << 6
-            memory.store_u32(dst, run + 32 + 64 * (3 * (g & 1) + i) + 4 * row, x)
+            top = e.shl_i32(e.and_i32(e.shr_i32(fourth, 4 - 2 * i), 0x03030303), 6)
+            e.store(run, e.or_(four(i), top), 32 + 64 * (3 * (g & 1) + i))
 
 
 def runs(e, w, step):
@@ -270,5 +269,5 @@ def runs(e, w, step):
     return [parts]
 
 
-PANEL = Panel(256, 3360, 63, pack_block, runs, steps=8, parts=2, offset_shift=5)
+PANEL = Panel(256, 3360, 63, pack_rows, runs, steps=8, parts=2, offset_shift=5)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, False, quantize_weighted))

@@ -59,9 +59,10 @@ class Panel:
         blck_size: weights along K in a panel block, a multiple of the type's block and at most 256.
         nbytes: bytes of a panel block (16 rows).
         limit: largest value of an operand byte, its factor divided out.
-        pack_block: jitted (src, src_offs, dst, dst_offs, row): a file block to its places in a panel block; where a
-            panel block holds several, the number of the file block is the last argument. A panel block of zeros
-            must have scales of zero.
+        pack: jitted (src, src_offs, dst, dst_offs, row): a file block to its places in a panel block; where a panel
+            block holds several, the number of the file block is the last argument. A panel block of zeros must have
+            scales of zero. Or, where codes are scattered, an emit function (e, rows, to): a file block of each of 16
+            `RowWords` to a panel block.
         runs: emit function (e, w, step) -> list of runs, each a list of one or two `Part`; w is the block's address.
         steps: the block is read in that many equal steps; `step` is then an i64 value, else the int 0.
         parts: parts in a run.
@@ -72,7 +73,7 @@ class Panel:
     blck_size: int
     nbytes: int
     limit: int
-    pack_block: Jitted
+    pack: Jitted | Callable[..., Any]
     runs: Callable[..., Any]
     steps: int = 1
     parts: int = 1

@@ -15,6 +15,8 @@ Quantizing rounds x / max |x| to -1, 0 or 1. Panel block: see `ggjit.ops.quants.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ggjit import types
@@ -103,30 +105,30 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def code(src, x, i):
-    """Weight i of a block: 0, 1 or 2."""
-    at, f = x + i % 32, i // 32
-    if i >= 240:
-        at, f = x + 48 + i % 4, (i - 240) // 4
-    elif i >= 160:
-        at, f = x + 32 + i % 16, (i - 160) // 16
-    rest = memory.load_u8(src, at)
-    for _ in range(f):
-        rest = rest * 3 & 255
-    return rest * 3 >> 8
+def four_digits(e, word, f):
+    """Digit f of the four bytes of words."""
+    out = None
+    for shift in (0, 8):
+        x = e.and_i32(e.shr_i32(word, shift), 0x00FF00FF)
+        x = e.and_i32(e.map(e.b.mul, x, e.i32_const(3**f)), 0x00FF00FF)
+        x = e.and_i32(e.shr_i32(e.map(e.b.mul, x, e.i32_const(3)), 8), 0x00030003)
+        out = x if out is None else e.or_(out, e.shl_i32(x, shift))
+    return out
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs + D))
-    for i in range(64):
-        at, q = 128 * (i // 32) + i % 32, 0
-        for f in range(4):
-            q |= np.int64(code(src, src_offs, at + 32 * f)) << 2 * f
-        memory.store_u8(dst, dst_offs + 32 + 512 * (i // 32) + 64 * (i % 32 // 4) + 4 * row + i % 4, q)
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, D)
+    words = rows.words(0, 13)
+    places = [(8 * f + j, j, f) for f in range(5) for j in range(8)]  # weight / 4, word, digit
+    places += [(40 + 4 * f + j, 8 + j, f) for f in range(5) for j in range(4)]
+    places += [(60 + f, 12, f) for f in range(4)]
+    codes = {i: four_digits(e, words[j], f) for i, j, f in places}
+    for h in range(2):
+        for v in range(8):
+            fields = [e.shl_i32(codes[32 * h + 8 * f + v], 2 * f) for f in range(4)]
+            e.store(to, functools.reduce(e.or_, fields), 32 + 512 * h + 64 * v)
 
 
-PANEL = Panel(256, ternary.NBYTES, 3, pack_block, ternary.runs, steps=2, offset_shift=0)
+PANEL = Panel(256, ternary.NBYTES, 3, pack_rows, ternary.runs, steps=2, offset_shift=0)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
