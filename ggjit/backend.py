@@ -249,6 +249,9 @@ class Backend(Protocol):
             fuse: as in `Graph.compute`; False to look at every node's result.
         """
 
+    def scratch_size(self, graph: Graph) -> int:
+        """Bytes that computing a graph takes beside its tensors."""
+
     def synchronize(self) -> None:
         """Wait until all that was started is done.
 

@@ -41,6 +41,28 @@ SCRATCH_ALIGN = 64
 _RECORDS = 256  # headers in each context of a lowering
 
 
+class Scratch:
+    """Scratch memory that several programs use in turn.
+
+    Attributes:
+        nbytes: of the block in force.
+    """
+
+    def __init__(self) -> None:
+        self._block = aligned_bytes(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block in force."""
+        return self._block.nbytes
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """The first bytes of the block. If it is too small it is made anew; programs that have the old one keep it."""
+        if nbytes > self.nbytes:
+            self._block = aligned_bytes(nbytes)
+        return self._block[:nbytes]
+
+
 class Step(NamedTuple):
     """One kernel call: `record` is the header it reads, `node` the graph's node it works for."""
 
@@ -178,6 +200,10 @@ class Lowering:
             total = max(total, at + size)
         return total
 
+    def scratch_nbytes(self) -> int:
+        """Bytes of derived tensors, counter's line and work buffer together."""
+        return self.place() + COUNTER_LINE + max((s.work for s in self.steps), default=0)
+
     def set_data(self, base: int) -> None:
         """Write addresses into the lowering's records."""
         for s in self._scratch.values():
@@ -199,11 +225,15 @@ def _check_memory(node: Tensor) -> None:
                 f"('{node.name}'); load with repack=False"
             )
     written = node.view_src
-    if written is not None and not written._memory().flags.writeable:
+    if written is not None and not _is_unbacked(written) and not written._memory().flags.writeable:
         raise ValueError(
             f"{node.op.name}: the bytes written to must be writable, got read-only memory of '{written.name}' "
             f"('{node.name}')"
         )
+
+
+def _is_unbacked(t: Tensor) -> bool:
+    return t.buffer is not None and t.buffer.array is None
 
 
 def _words(values: Sequence[int]) -> bytes:
@@ -232,6 +262,7 @@ class Executable:
         lowering: Lowering,
         work_context: Context | None,
         fused: Sequence[tuple[Tensor, ...]] = (),
+        scratch: Scratch | None = None,
     ) -> None:
         from ggjit.adaptive import Adaptive
         from ggjit.jit import compile_all
@@ -244,8 +275,11 @@ class Executable:
         work = max((s.work for s in self.steps), default=0)
         self.work_nbytes = work
         self.scratch_nbytes = derived + COUNTER_LINE + work
-        self._scratch = aligned_bytes(derived)
-        self._work = _work_buffer(work, work_context)
+        if scratch is None:
+            self._scratch, self._work = aligned_bytes(derived), _work_buffer(work, work_context)
+        else:
+            block = scratch.take(self.scratch_nbytes)
+            self._scratch, self._work = block[:derived], block[derived:]
         lowering.set_data(self._scratch.ctypes.data)
         kernels = list(dict.fromkeys(s.kernel for s in self.steps))
         entries = dict(zip(kernels, compile_all(kernels), strict=True))
@@ -397,7 +431,13 @@ def _overlap(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
     return any(low < h and l < high for low, high in a for l, h in b)  # noqa: E741
 
 
-def lower(graph: Graph, n_threads: int, work_context: Context | None = None, fuse: bool | None = None) -> Executable:
+def lower(
+    graph: Graph,
+    n_threads: int,
+    work_context: Context | None = None,
+    fuse: bool | None = None,
+    scratch: Scratch | None = None,
+) -> Executable:
     """Make a graph whose tensors all have data ready to run.
 
     Args:
@@ -406,11 +446,22 @@ def lower(graph: Graph, n_threads: int, work_context: Context | None = None, fus
         work_context: where the work buffer goes, by default memory of its own.
         fuse: compute chains of nodes by one kernel where there is a rule (see `ggjit.fusion`); by default yes, unless
             the variable GGJIT_FUSE is 0.
+        scratch: memory that the program shares with others which never run at the same time.
 
     Raises:
         ValueError: a tensor has no data.
         NotImplementedError: no kernel takes a node.
     """
+    lowering, chains = _lowering(graph, n_threads, fuse)
+    return Executable(graph, n_threads, lowering, work_context, chains, scratch)
+
+
+def scratch_size(graph: Graph, n_threads: int) -> int:
+    """Bytes of scratch that a graph's program needs; nothing is compiled and no data looked at."""
+    return _lowering(graph, n_threads)[0].scratch_nbytes()
+
+
+def _lowering(graph: Graph, n_threads: int, fuse: bool | None = None) -> tuple[Lowering, list[tuple[Tensor, ...]]]:
     lowering = Lowering(n_threads)
     for t in [*graph.leafs, *graph.nodes]:
         if t.data == 0 and t.nbytes:
@@ -423,5 +474,4 @@ def lower(graph: Graph, n_threads: int, work_context: Context | None = None, fus
             lowering.lower_node(node)
         elif (fused := found[node]) is not None:
             lowering.lower_node(node, fused)
-    chains = [f.nodes for f in found.values() if f is not None]
-    return Executable(graph, n_threads, lowering, work_context, chains)
+    return lowering, [f.nodes for f in found.values() if f is not None]

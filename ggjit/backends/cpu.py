@@ -243,6 +243,13 @@ class CpuBackend:
         """Compute all nodes."""
         graph.compute(self.n_threads, fuse)
 
+    def scratch_size(self, graph: Graph) -> int:
+        """Bytes of scratch of the graph's program."""
+        from ggjit.lower import scratch_size
+        from ggjit.threadpool import default_threads
+
+        return scratch_size(graph, default_threads() if self.n_threads is None else self.n_threads)
+
     def synchronize(self) -> None:
         """Return at once: `compute` returns when all is done."""
 

@@ -31,8 +31,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ggjit
-from ggjit.backend import Buffer, BufferType, Bytes, Event, Usage, as_bytes, buffer_of, check_range
-from ggjit.backends.wire import graph_records, read_frame, write_frame
+from ggjit.backend import (
+    Buffer,
+    BufferType,
+    Bytes,
+    Event,
+    Usage,
+    as_bytes,
+    buffer_of,
+    check_range,
+    host_buffer_type,
+)
+from ggjit.backends.wire import graph_from_records, graph_records, read_frame, write_frame
 from ggjit.types import FIRST_USER_ID
 
 if TYPE_CHECKING:
@@ -345,6 +355,23 @@ class ProcessBackend:
             counts.graphs += 1
         channel.post("run", id=known[0], n_threads=self.n_threads, fuse=fuse)
         counts.runs += 1
+
+    def scratch_size(self, graph: Graph) -> int:
+        """Bytes of scratch of the graph's program, which the child will make."""
+        from ggjit.lower import scratch_size
+        from ggjit.threadpool import default_threads
+
+        stands_for: dict[int, Buffer] = {}  # the child's buffers: host memory there, none here
+
+        def place(t: Tensor) -> tuple[int, int]:
+            assert t.buffer is not None
+            base, size = t.buffer.base, t.buffer.size
+            stands_for[base] = Buffer(host_buffer_type(), None, t.buffer.usage, base, size)
+            return base, t.data - base
+
+        records, n_leafs, use_counts = graph_records(graph, place)
+        child = graph_from_records(bytearray(records.view(np.uint8)), n_leafs, use_counts, stands_for)
+        return scratch_size(child, default_threads() if self.n_threads is None else self.n_threads)
 
     def _place(self, t: Tensor) -> tuple[int, int]:
         buffer = t.buffer

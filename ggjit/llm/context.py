@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 
 from ggjit import ops, types
 from ggjit.alloc import GraphAllocator
-from ggjit.backend import host_buffer_type
+from ggjit.backend import host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
 from ggjit.graph import Graph, graph_overhead
 from ggjit.llm.batch import Batch
 from ggjit.llm.kv_cache import PAD, KVCache
-from ggjit.lower import Executable, lower
+from ggjit.lower import Executable, Scratch, lower, scratch_size
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
+from ggjit.unbacked import UnbackedAllocator, unbacked_buffer
 
 if TYPE_CHECKING:
+    from ggjit.llm.memory import Memory
     from ggjit.llm.model import Model
+    from ggjit.llm.scheduled import Scheduled
 
 N_UBATCH = 512
 MAX_GRAPHS = 12  # shapes kept ready
@@ -70,13 +73,28 @@ class DecodeGraph:
             self.logits = logits.set_output() if n_outputs else None
             if n_outputs:
                 self.graph.build_forward_expand(logits)
-        context.allocator.alloc_graph(self.graph)
-        self.executable: Executable = lower(self.graph, context.n_threads)
+        self._scheduled: Scheduled | None = None
+
+    def prepare(self, context: DecodeContext) -> DecodeGraph:
+        """Make it ready to run."""
+        if context.scheduler is None:
+            context.allocator.alloc_graph(self.graph)
+            self.executable: Executable = lower(self.graph, context.n_threads, scratch=context.scratch)
+            self._bind()
+        else:
+            from ggjit.llm.scheduled import Scheduled
+
+            self._scheduled = Scheduled(context.scheduler, self.graph)
+        return self
+
+    def _bind(self) -> None:
+        """Look up where inputs and result lie."""
         known = {*self.graph.leafs}
         self._inputs = {t: t.numpy() for t in (self.tokens, self.pos, self.cells, self.out_ids) if t in known}
         masks = [(None, self.mask), *self._windows.items()]
         self._masks = {w: t.numpy()[0, 0].view(np.uint16) for w, t in masks if t in known}
-        self._result = self.logits.numpy()[0, 0] if self.logits is not None else None
+        on_host = self.logits is not None and self.logits.buffer is not None and self.logits.buffer.type.is_host
+        self._result = self.logits.numpy()[0, 0] if self.logits is not None and on_host else None
 
     # -- what model files call ---------------------------------------------------------------------------------------
 
@@ -124,6 +142,8 @@ class DecodeGraph:
 
     def run(self, batch: Batch, cells: NDArray[np.int64], callback: Callable[[Tensor], bool] | None = None) -> None:
         """Fill the inputs and compute."""
+        if self._scheduled is not None and self._scheduled.place():
+            self._bind()
         values = {self.tokens: batch.tokens, self.pos: batch.pos, self.cells: cells}
         if 0 < self.n_outputs < self.n_tokens:
             values[self.out_ids] = np.flatnonzero(batch.output)
@@ -134,17 +154,20 @@ class DecodeGraph:
         for window, mask in self._masks.items():
             outside = hidden if window is None else hidden | (cell_pos <= batch.pos[:, None] - window)
             np.multiply(outside, _MASKED, out=mask, casting="unsafe")
-        self.executable.run(callback)
+        (self._scheduled or self.executable).run(callback)
 
     def result(self) -> NDArray[np.float32]:
-        """The logits of the last run, [n_outputs, n_vocab]: a view that the next run overwrites."""
-        assert self._result is not None
-        result: NDArray[np.float32] = self._result
+        """The logits of the last run, [n_outputs, n_vocab]: a view that the next run overwrites, or a copy of them."""
+        assert self.logits is not None
+        result: NDArray[np.float32] = self.logits.numpy()[0, 0] if self._result is None else self._result
         return result
 
 
 class DecodeContext:
     """A model at work: its KV cache and its graphs.
+
+    Where a model has parts on other devices, a scheduler computes the graphs, and memory for the largest ones is taken
+    at once. On the CPU alone it grows with the graphs, unless `reserve` is called.
 
     Args:
         model: the weights.
@@ -152,6 +175,11 @@ class DecodeContext:
         n_threads: that compute.
         kv_type: of the cache, F16 or F32.
         n_ubatch: most tokens computed together.
+
+    Attributes:
+        cache: keys and values, each layer's on the layer's device.
+        scheduler: None on the CPU alone.
+        reserved: nodes and splits of the graphs of a prompt and of one token, once memory is reserved.
 
     Raises:
         ValueError: a size is not positive, or the cache type is none of the two.
@@ -168,20 +196,93 @@ class DecodeContext:
         if kv_type not in (types.F16, types.F32):
             raise ValueError(f"DecodeContext: kv_type must be f16 or f32, got {kv_type.name.lower()}")
         self.model, self.n_threads, self.n_ubatch, self.n_ctx = model, n_threads, n_ubatch, n_ctx
-        hp = model.hparams
-        n_cells = (n_ctx + PAD - 1) // PAD * PAD
+        self.cache = self._new_cache(kv_type)
+        self.allocator = (UnbackedAllocator if model.no_alloc else GraphAllocator)(host_buffer_type())
+        self.scratch, self._scratch_nbytes = Scratch(), 0
+        self.reserved: dict[str, tuple[int, int]] = {}
+        self._graphs: OrderedDict[tuple[int, int, int], DecodeGraph] = OrderedDict()
+        self.scheduler = None
+        if not model.placement.is_cpu_only:
+            from ggjit.llm.scheduled import new_scheduler
+
+            self.scheduler = new_scheduler(model.placement, n_threads, model.no_alloc)
+            self.reserve()
+
+    def _new_cache(self, kv_type: Type) -> KVCache:
+        model, hp = self.model, self.model.hparams
+        n_cells = (self.n_ctx + PAD - 1) // PAD * PAD
         k_rows = [hp.head_dim * hp.n_head_kv(il) for il in range(hp.n_layer)]
         v_rows = [hp.head_dim_v * hp.n_head_kv(il) for il in range(hp.n_layer)]
+        where = [d.buffer_type() for d in model.placement.layers]
         try:
-            self.cache = KVCache(n_cells, kv_type, k_rows, v_rows)
+            return KVCache(n_cells, kv_type, k_rows, v_rows, where, unbacked_buffer if model.no_alloc else new_buffer)
         except MemoryError:
             size = kv_type.type_size * n_cells * (sum(k_rows) + sum(v_rows))
             raise MemoryError(
-                f"DecodeContext: the KV cache of {n_ctx} tokens must fit the memory, got {size / 2**30:.1f} GiB; "
+                f"DecodeContext: the KV cache of {self.n_ctx} tokens must fit the memory, got {size / 2**30:.1f} GiB; "
                 "give a smaller n_ctx"
             ) from None
-        self.allocator = GraphAllocator(host_buffer_type())
-        self._graphs: OrderedDict[tuple[int, int, int], DecodeGraph] = OrderedDict()
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _largest(self, n_tokens: int) -> DecodeGraph:
+        """The graph that needs most memory of those with so many tokens: all cells, all logits."""
+        return DecodeGraph(self, n_tokens, self.cache.n_cells, n_tokens)
+
+    def reserve(self) -> None:
+        """Take the memory of the largest graphs.
+
+        Three times: for a prompt; for one token, whose splits may need more; and for a prompt again, because each plan
+        replaces the one before.
+
+        Source: llama.cpp's llama_context::sched_reserve.
+        """
+        n = min(self.n_ubatch, self.n_ctx)
+        for what, n_tokens in (("prompt", n), ("decode", 1), ("prompt", n)):
+            graph = self._largest(n_tokens).graph
+            if self.scheduler is not None:
+                n_splits = len(self.scheduler.split_graph(graph).splits)
+                self.scheduler.reserve(graph)
+            else:
+                n_splits = 1
+                self.allocator.alloc_graph(graph)
+                self._scratch_nbytes = max(self._scratch_nbytes, scratch_size(graph, self.n_threads))
+            self.reserved[what] = len(graph.nodes), n_splits
+        if not self.model.no_alloc:
+            self.scratch.take(self._scratch_nbytes)
+
+    def memory(self) -> dict[str, Memory]:
+        """Bytes that are allocated on each device (without memory: that would be), the CPU last.
+
+        After `reserve` these are the largest that any graph needs. Scratch of the devices of a scheduler is taken when
+        they compute; here it is that of the largest graph.
+        """
+        from ggjit.llm.memory import Memory
+
+        placement = self.model.placement
+        kv = {d.name: self.cache.buffers.get(d.buffer_type()) for d in placement.devices}
+        if self.scheduler is None:
+            n = self._scratch_nbytes if self.model.no_alloc else self.scratch.nbytes
+            compute, scratch = {placement.cpu.name: self.allocator.get_buffer_size()}, {placement.cpu.name: n}
+        else:
+            from ggjit.llm.scheduled import Scheduled
+
+            largest = Scheduled(self.scheduler, self._largest(min(self.n_ubatch, self.n_ctx)).graph)
+            largest.place()
+            names = [b.name for b in self.scheduler.backends]
+            compute = {b.name: self.scheduler.get_buffer_size(b) for b in self.scheduler.backends}
+            scratch = dict(zip(names, largest.scratch_sizes(), strict=True))
+        return {
+            name: Memory(
+                self.model.memory[name],
+                0 if buffer is None else buffer.size,
+                compute.get(name, 0),
+                scratch.get(name, 0),
+            )
+            for name, buffer in kv.items()
+        }
+
+    # -- decoding ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"DecodeContext({self.n_ctx} tokens, {len(self._graphs)} graphs, {self.n_threads} threads)"
@@ -191,7 +292,7 @@ class DecodeContext:
         key = (n_tokens, n_kv, n_outputs)
         found = self._graphs.get(key)
         if found is None:
-            found = self._graphs[key] = DecodeGraph(self, *key)
+            found = self._graphs[key] = DecodeGraph(self, *key).prepare(self)
             while len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -239,4 +340,4 @@ class DecodeContext:
     def close(self) -> None:
         """Drop graphs and cache."""
         self._graphs.clear()
-        del self.cache, self.allocator
+        del self.cache, self.allocator, self.scratch, self.scheduler

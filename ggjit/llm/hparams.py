@@ -10,6 +10,7 @@ import numpy as np
 from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile
 
+MAX_DEFAULT_CTX = 4096
 _MAX_F32 = float(np.finfo(np.float32).max)
 
 
@@ -72,6 +73,11 @@ class Hparams:
         self.n_expert_used = self.count("expert_used_count", 0)
         if self.n_expert and not 1 <= self.n_expert_used <= self.n_expert:
             raise self.fail("expert_used_count", f"must be in [1, {self.n_expert}], got {self.n_expert_used}")
+
+    @property
+    def default_n_ctx(self) -> int:
+        """Tokens of context where none are asked for."""
+        return min(self.n_ctx_train, MAX_DEFAULT_CTX)
 
     def __contains__(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self._file.kv

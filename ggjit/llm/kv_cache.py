@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit.backend import alloc_ctx_tensors, host_buffer_type
+from ggjit.backend import Buffer, BufferType, NewBuffer, alloc_ctx_tensors, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
@@ -27,24 +27,42 @@ class KVCache:
         type: of keys and values, F32 or F16.
         k_rows: for each layer the number of key values of a token (head_dim * n_head_kv).
         v_rows: the same for values.
+        buffer_types: the memory of each layer's part, by default the host's.
+        new_buffer: makes the buffers, one of each type.
 
     Attributes:
         k: for each layer [n_embd_k, n_cells].
         v: for each layer [n_embd_v, n_cells].
         pos: position of each cell's token, -1 if the cell is free.
         seq: sequence of each cell's token, -1 if the cell is free.
+        buffers: that hold them, by their types.
         nbytes: bytes of keys and values.
     """
 
-    def __init__(self, n_cells: int, type: Type, k_rows: Sequence[int], v_rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        n_cells: int,
+        type: Type,
+        k_rows: Sequence[int],
+        v_rows: Sequence[int],
+        buffer_types: Sequence[BufferType] | None = None,
+        new_buffer: NewBuffer = new_buffer,
+    ) -> None:
         self.n_cells = n_cells
         self.type = type
-        self.context = Context(2 * len(k_rows) * tensor_overhead(), no_alloc=True)
-        with self.context:
-            self.k = [new_tensor(type, n, n_cells, name=f"cache_k_l{il}") for il, n in enumerate(k_rows)]
-            self.v = [new_tensor(type, n, n_cells, name=f"cache_v_l{il}") for il, n in enumerate(v_rows)]
-        buffer = alloc_ctx_tensors(self.context, host_buffer_type())
-        self.nbytes = 0 if buffer is None else buffer.size
+        kinds = [host_buffer_type()] * len(k_rows) if buffer_types is None else buffer_types
+        k, v = dict[int, Tensor](), dict[int, Tensor]()
+        self.buffers: dict[BufferType, Buffer] = {}
+        for kind in dict.fromkeys(kinds):
+            mine = [il for il, other in enumerate(kinds) if other is kind]
+            with Context(2 * len(mine) * tensor_overhead(), no_alloc=True) as context:
+                k.update({il: new_tensor(type, k_rows[il], n_cells, name=f"cache_k_l{il}") for il in mine})
+                v.update({il: new_tensor(type, v_rows[il], n_cells, name=f"cache_v_l{il}") for il in mine})
+            buffer = alloc_ctx_tensors(context, kind, new_buffer=new_buffer)
+            if buffer is not None:
+                self.buffers[kind] = buffer
+        self.k, self.v = ([x[il] for il in range(len(kinds))] for x in (k, v))
+        self.nbytes = sum(b.size for b in self.buffers.values())
         self.pos = np.full(n_cells, -1, np.int32)
         self.seq = np.full(n_cells, -1, np.int32)
 

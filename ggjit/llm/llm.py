@@ -20,16 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.backend import devices as all_devices
 from ggjit.llm.batch import Batch
 from ggjit.llm.context import N_UBATCH, DecodeContext
 from ggjit.llm.model import Model
 from ggjit.llm.sampling import Sampler
 
 if TYPE_CHECKING:
+    from ggjit.backend import Device
     from ggjit.llm.tokenizer import Tokenizer
     from ggjit.tensor import Tensor
 
-MAX_DEFAULT_CTX = 4096
 Message = Mapping[str, str]
 _living: weakref.WeakSet[LLM] = weakref.WeakSet()
 
@@ -47,6 +48,11 @@ class LLM:
         n_ubatch: most tokens computed together.
         repack: pack weights into panels at load; without it kernels read the mapped file.
         progress: show progress bars, if stderr is a terminal.
+        mmap: use weights where the mapped file has them if that serves; without it all are read.
+        mlock: keep weights from being paged out; a warning where the system forbids it.
+        devices: beside the CPU, by default all that are there.
+        n_gpu_layers: blocks on the devices, counted from the output, which counts as one; by default all.
+        overrides: devices of weights, by regular expressions that are searched in their names: `{"ffn": "cpu"}`.
 
     Raises:
         GgufError: the file is not sound.
@@ -64,13 +70,22 @@ class LLM:
         n_ubatch: int = N_UBATCH,
         repack: bool = True,
         progress: bool = True,
+        mmap: bool = True,
+        mlock: bool = False,
+        devices: Sequence[Device] | None = None,
+        n_gpu_layers: int | None = None,
+        overrides: Mapping[str, Device | str] | None = None,
     ) -> None:
         from ggjit.threadpool import default_threads
 
         cache_type = types.by_name(kv_type)
         n = default_threads() if n_threads is None else n_threads
-        self.model = Model(path, n_threads=n, repack=repack, progress=progress)
-        n_ctx = min(self.model.hparams.n_ctx_train, MAX_DEFAULT_CTX) if n_ctx is None else n_ctx
+        others = all_devices()[:-1] if devices is None else devices
+        self.model = Model(
+            path, n_threads=n, repack=repack, progress=progress, mmap=mmap, mlock=mlock, devices=others,
+            n_gpu_layers=n_gpu_layers, overrides=overrides,
+        )  # fmt: skip
+        n_ctx = self.model.hparams.default_n_ctx if n_ctx is None else n_ctx
         self.context = DecodeContext(self.model, n_ctx, n, cache_type, n_ubatch)
         self._tokenizer: Tokenizer | None = None
         self._ids: list[int] = []  # what the cache holds
