@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gpt2_graph import SMALL, Gpt2, gpt2, gpt2_graph, graph_context
+from gpt2_headers import SMALL, Gpt2Headers, gpt2
 from test_graph import mlp
 
 import ggjit as gg
 from ggjit import types
 from ggjit.alloc import FreeBlocks, GraphAllocator, TensorAllocator
 from ggjit.backend import Buffer, BufferType, alloc_ctx_tensors, host_buffer_type
+from ggjit.dev.memory import place_elsewhere
+from ggjit.examples.gpt2.graph import graph_context
 from ggjit.graph import Graph
 from ggjit.op import NONE
 from ggjit.plan import Plan
@@ -41,14 +43,11 @@ def fill(context: gg.Context) -> Buffer | None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Gpt2:
+def model() -> Gpt2Headers:
     """GPT-2 small whose weights and cache have addresses but no memory."""
     model = gpt2()
-    for context in (model.weights, model.cache):
-        buffer = Buffer(HOST, None, "weights", 1 << 40, 1 << 40)
-        allocator = TensorAllocator(buffer)
-        for t in context.tensors.values():
-            allocator.alloc(t)
+    place_elsewhere(model.weights)
+    place_elsewhere(model.kv)
     return model
 
 
@@ -130,9 +129,9 @@ def test_s74_mlp_in_two_blocks() -> None:
         (512, 106072064, 104503296, 1889),
     ],
 )
-def test_s68_s70_peaks_of_gpt2(model: Gpt2, n: int, peak: int, least: int, sum_mib: float) -> None:
+def test_s68_s70_peaks_of_gpt2(model: Gpt2Headers, n: int, peak: int, least: int, sum_mib: float) -> None:
     with graph_context():
-        graph = gpt2_graph(model, SMALL.n_ctx - n, n)
+        graph = model.graph(SMALL.n_ctx - n, n)
     plan = GraphAllocator(HOST).measure(graph)
     assert plan.sizes == [least] and least <= peak
     own = sum(t.nbytes for t in graph.nodes if not t.is_view)
@@ -140,34 +139,34 @@ def test_s68_s70_peaks_of_gpt2(model: Gpt2, n: int, peak: int, least: int, sum_m
     assert own / plan.sizes[0] > 12.9
 
 
-def test_s72_a_prompt_of_70_tokens(model: Gpt2) -> None:
+def test_s72_a_prompt_of_70_tokens(model: Gpt2Headers) -> None:
     allocator = GraphAllocator(HOST)
     with graph_context():
-        allocator.reserve(gpt2_graph(model, SMALL.n_ctx - 32, 32))
+        allocator.reserve(model.graph(SMALL.n_ctx - 32, 32))
     size = allocator.get_buffer_size()
     buffer = allocator.buffers[0]
     for n, n_past in ((32, 0), (32, 32), (6, 64)):
         with graph_context():
-            graph = gpt2_graph(model, n_past, n)
+            graph = model.graph(n_past, n)
         assert not allocator.needs_realloc(graph) and allocator.alloc_graph(graph)
         assert all(t.data for t in (*graph.leafs, *graph.nodes))
     assert allocator.get_buffer_size() == size and allocator.buffers[0] is buffer
     with graph_context():
-        one = gpt2_graph(model, 70, 1)
+        one = model.graph(70, 1)
     with graph_context():
-        many = gpt2_graph(model, 0, 33)
+        many = model.graph(0, 33)
     assert not allocator.needs_realloc(one) and allocator.needs_realloc(many)
 
 
-def test_s93_a_reserve_replaces_the_plan(model: Gpt2) -> None:
+def test_s93_a_reserve_replaces_the_plan(model: Gpt2Headers) -> None:
     def graph(n: int) -> Graph:
         with graph_context():
-            return gpt2_graph(model, 64, n)
+            return model.graph(64, n)
 
     allocator = GraphAllocator(HOST)
     allocator.reserve(graph(16))
     allocator.reserve(graph(1))
-    assert "bytes are planned for 'embd', got 64" in allocator.misfit(graph(16))
+    assert "bytes are planned for 'inp_tokens', got 64" in allocator.misfit(graph(16))
     allocator.reserve(graph(16))
     assert not allocator.needs_realloc(graph(16)) and not allocator.needs_realloc(graph(1))
 
@@ -199,11 +198,11 @@ def test_s50_the_same_plan_in_another_memory() -> None:
     assert places[0] == places[1]
 
 
-def test_s49_the_same_plan_every_time(model: Gpt2) -> None:
+def test_s49_the_same_plan_every_time(model: Gpt2Headers) -> None:
     plans = []
     for _ in range(2):
         with graph_context():
-            plans.append(GraphAllocator(HOST).measure(gpt2_graph(model, 10, 3)))
+            plans.append(GraphAllocator(HOST).measure(model.graph(10, 3)))
     assert plans[0].placements == plans[1].placements
 
 
@@ -243,9 +242,9 @@ def test_s77_a_type_given_twice_has_one_buffer() -> None:
     assert allocator.alloc_graph(graph) and x.buffer is allocator.buffers[0]
 
 
-def test_measure_allocates_nothing(model: Gpt2) -> None:
+def test_measure_allocates_nothing(model: Gpt2Headers) -> None:
     with graph_context():
-        graph = gpt2_graph(model, 0, 512)
+        graph = model.graph(0, 512)
     allocator = GraphAllocator(HOST)
     assert allocator.measure(graph).sizes[0] > 1 << 26
     assert allocator.plan is None and allocator.buffers == [None] and allocator.get_buffer_size() == 0
@@ -689,10 +688,10 @@ def test_flags_are_part_of_the_plan() -> None:
     assert allocator.misfit(graph) == "'y' is planned with marks 0, got 1"
 
 
-def test_planning_is_fast(model: Gpt2) -> None:
+def test_planning_is_fast(model: Gpt2Headers) -> None:
     """About 2 ms for 487 nodes; the limit leaves room for a busy machine."""
     with graph_context():
-        graph = gpt2_graph(model, 0, 8)
+        graph = model.graph(0, 8)
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from gpt2_graph import gpt2
+from gpt2_headers import f16_matrices, gpt2
 
 import ggjit as gg
 from ggjit import types
@@ -78,9 +78,9 @@ def test_s80_one_buffer_cut_in_order() -> None:
 
 def test_s80_sizes_of_gpt2() -> None:
     host = host_buffer_type()
-    model = gpt2(types.F16)
+    model = gpt2(f16_matrices)
     assert ctx_tensors_size(model.weights, host) == 327889920
-    assert ctx_tensors_size(model.cache, host) == 75497472
+    assert ctx_tensors_size(model.kv, host) == 75497472
 
 
 def test_s80_tensors_with_data_are_left_alone() -> None:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gpt2_headers import N_VOCAB, SMALL, f16_matrices, gpt2
 
 import ggjit as gg
-from ggjit import types
-from ggjit.alloc import GraphAllocator, TensorAllocator
-from ggjit.backend import Buffer, alloc_ctx_tensors, ctx_tensors_size, host_buffer_type
+from ggjit.alloc import GraphAllocator
+from ggjit.backend import alloc_ctx_tensors, ctx_tensors_size, host_buffer_type
 from ggjit.backends.process import ProcessDevice
+from ggjit.dev.memory import place_elsewhere
 from ggjit.examples.gpt2 import main_alloc, main_backend, main_batched, main_ctx, main_sched
 from ggjit.examples.gpt2.command import read_prompt
 from ggjit.examples.gpt2.graph import Cache, gpt2_graph, graph_context, worst_case
-from ggjit.examples.gpt2.model_file import Headers, ModelFile
-from ggjit.models.gpt2 import Gpt2, Sizes
+from ggjit.examples.gpt2.model_file import ModelFile
+from ggjit.models.gpt2 import Gpt2
 
 HOST = host_buffer_type()
-SMALL, N_VOCAB = Sizes(), 50257
 GAP = 0.02  # the reference looks GELU up in a table: nearer tokens may change places
 LOGITS = 5e-3  # largest difference to the reference, for the same reason
 PROGRAMS = (main_ctx, main_alloc, main_backend, main_sched, main_batched)
@@ -63,32 +63,13 @@ def programs(file: ModelFile, device: ProcessDevice) -> dict[str, object]:
     }
 
 
-def small_type(name: str) -> gg.Type:
-    """Types of GPT-2 small as ggml's converter writes it with f16 matrices."""
-    matrices = ("token_embd.weight", "output.weight", "qkv.weight", "attn_output.weight", "up.weight", "down.weight")
-    return types.F16 if name.endswith(matrices) and name != "output_norm.weight" else types.F32
-
-
-def small(type_of=lambda name: types.F32) -> tuple[gg.Context, Gpt2, gg.Context, Cache]:
-    """Headers of GPT-2 small."""
-    weights = gg.Context(gg.tensor_overhead() * main_backend.n_tensors(SMALL), no_alloc=True)
-    with weights:
-        model = Gpt2(SMALL, Headers(N_VOCAB, type_of))
-    context = gg.Context(gg.tensor_overhead() * 2, no_alloc=True)
-    with context:
-        cache = Cache.declare(SMALL)
-    return weights, model, context, cache
-
-
 @pytest.fixture(scope="module")
 def placed() -> tuple[Gpt2, Cache]:
     """GPT-2 small whose weights and cache have addresses but no memory."""
-    weights, model, context, cache = small()
-    for headers in (weights, context):
-        allocator = TensorAllocator(Buffer(HOST, None, "weights", 1 << 40, 1 << 40))
-        for t in headers.tensors.values():
-            allocator.alloc(t)
-    return model, cache
+    small = gpt2()
+    place_elsewhere(small.weights)
+    place_elsewhere(small.kv)
+    return small.model, small.cache
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -130,7 +111,7 @@ def test_tokens_beyond_the_context_are_refused(programs) -> None:
 
 def test_s65_the_context_s_size_is_summed_by_hand(file: ModelFile, programs) -> None:
     # S80's sizes of weights and cache, and 512 bytes for each of 150 objects
-    assert main_ctx.context_size(SMALL, N_VOCAB, small_type) == 327889920 + 75497472 + (6 + 12 * 12) * 512
+    assert main_ctx.context_size(SMALL, N_VOCAB[SMALL], f16_matrices) == 327889920 + 75497472 + (6 + 12 * 12) * 512
     engine = programs["main_ctx"]
     context = engine.ctx_w
     assert not context.no_alloc and context.used_mem() <= context.mem_size
@@ -242,10 +223,10 @@ def test_s72_s75_s76_a_prompt_of_70_tokens(file: ModelFile, want) -> None:
 
 
 def test_s78_a_context_of_headers(file: ModelFile, programs) -> None:
-    weights, _, context, _ = small()
-    assert main_backend.n_tensors(SMALL) == 152 and weights.n_objects == 149
-    assert (weights.mem_size, weights.used_mem()) == (55936, 54832)
-    assert context.n_objects == 2
+    small = gpt2()
+    assert main_backend.n_tensors(SMALL) == 152 and small.weights.n_objects == 149
+    assert (small.weights.mem_size, small.weights.used_mem()) == (55936, 54832)
+    assert small.kv.n_objects == 2
     loaded = programs["main_backend"].loaded
     assert loaded.ctx_w.no_alloc and loaded.ctx_w.mem_size == gg.tensor_overhead() * (8 + 12 * file.sizes.n_layer)
     with pytest.raises(ValueError, match=r"gpt2: the device must be one of \['cpu'.*, got 'tpu'"):
@@ -253,8 +234,8 @@ def test_s78_a_context_of_headers(file: ModelFile, programs) -> None:
 
 
 def test_s79_s80_s81_buffers(file: ModelFile, programs) -> None:
-    weights, _, context, _ = small(small_type)
-    assert (ctx_tensors_size(weights, HOST), ctx_tensors_size(context, HOST)) == (327889920, 75497472)
+    small = gpt2(f16_matrices)
+    assert (ctx_tensors_size(small.weights, HOST), ctx_tensors_size(small.kv, HOST)) == (327889920, 75497472)
     loaded = programs["main_backend"].loaded
     offset = 0
     for t in loaded.ctx_w.tensors.values():
@@ -288,8 +269,7 @@ def test_s94_without_a_mapping_each_tensor_is_read_into_its_place(file: ModelFil
 
 
 def test_s82_figure_15_placement_by_name() -> None:
-    _, model, _, _ = small()
-    names = [t.name for t in model.output.context.tensors.values()]
+    names = [t.name for t in gpt2().weights.tensors.values()]
     for n_gpu_layers, layers, embd, output in ((0, (), 0, 0), (4, (8, 9, 10, 11), 0, 1), (12, range(12), 0, 1)):
         placed = {name for name in names if main_sched.on_device(name, 12, n_gpu_layers)}
         assert {name for name in placed if name.startswith("blk.")} == {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import test_gradients
-from gpt2_graph import TINY, Sizes, gpt2, gpt2_graph, graph_context
+from gpt2_headers import TINY, gpt2
 from test_graph import mlp
 
 import ggjit as gg
@@ -15,9 +15,11 @@ from ggjit import models, types
 from ggjit.alloc import GraphAllocator
 from ggjit.backend import BufferType, alloc_ctx_tensors, host_buffer_type
 from ggjit.dev import memory
+from ggjit.examples.gpt2.graph import graph_context
 from ggjit.gguf import GgufFile
 from ggjit.graph import Graph
 from ggjit.llm.hparams import architecture_of
+from ggjit.models.gpt2 import Sizes
 from ggjit.packing import Link, loosen, lower_bound, pack
 from ggjit.plan import Plan
 
@@ -85,9 +87,9 @@ def test_packing_of_nothing() -> None:
 def gpt2_of(sizes: Sizes, n: int) -> Graph:
     model = gpt2(sizes=sizes)
     memory.place_elsewhere(model.weights)
-    memory.place_elsewhere(model.cache)
+    memory.place_elsewhere(model.kv)
     with graph_context():
-        return gpt2_graph(model, sizes.n_ctx - n, n)
+        return model.graph(sizes.n_ctx - n, n)
 
 
 def mlp_of(n: int, sizes: tuple[int, int, int]) -> Graph:

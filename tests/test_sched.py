@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from gpt2_graph import TINY, Gpt2, gpt2, gpt2_graph, graph_context
+from gpt2_headers import TINY, Gpt2Headers, gpt2
 from test_graph import mlp
 from test_sched_passes import Fake
 
@@ -16,6 +16,8 @@ from ggjit import types
 from ggjit.alloc import GraphAllocator, TensorAllocator
 from ggjit.backend import Buffer, BufferType, alloc_ctx_tensors, buffer_of, devices, host_buffer_type
 from ggjit.backends.process import ProcessDevice
+from ggjit.examples.gpt2.graph import LOGITS, POSITIONS, TOKENS, graph_context
+from ggjit.examples.gpt2.main_sched import cache_on_device, on_device
 from ggjit.graph import Graph
 from ggjit.op import NONE
 from ggjit.sched import Scheduler
@@ -113,21 +115,13 @@ def test_s86_mlp_on_two_devices(device: ProcessDevice, sched: Scheduler, n_far: 
     assert got[:2] == [[0, 0], [1, 3 * 32 * 4], [1, 3 * 16 * 4]][n_far]  # relu's result; or the input
 
 
-def place_gpt2(model: Gpt2, far: BufferType, n_gpu_layers: int) -> None:
+def place_gpt2(model: Gpt2Headers, far: BufferType, n_gpu_layers: int) -> None:
     """The placement of main-sched."""
-    n_layer = model.sizes.n_layer
-
-    def is_far(name: str) -> bool:
-        if name in ("model/wte", "model/wpe"):
-            return n_gpu_layers > n_layer
-        if name.startswith("model/ln_f") or name == "model/lm_head":
-            return n_gpu_layers > 0
-        return int(name.split("/")[1][1:]) >= n_layer - n_gpu_layers
-
-    weights = list(model.weights.tensors.values())
-    put([t for t in weights if is_far(t.name)], far)
-    put([t for t in weights if not is_far(t.name)], HOST)
-    alloc_ctx_tensors(model.cache, far if 2 * n_gpu_layers >= n_layer else HOST)
+    n_layer, weights = model.sizes.n_layer, list(model.weights.tensors.values())
+    on_far = {t for t in weights if on_device(t.name, n_layer, n_gpu_layers)}
+    put([t for t in weights if t in on_far], far)
+    put([t for t in weights if t not in on_far], HOST)
+    alloc_ctx_tensors(model.kv, far if cache_on_device(n_layer, n_gpu_layers) else HOST)
     rng = np.random.default_rng(1)
     for t in weights:
         t.set(0.1 * rng.standard_normal(t.ne[::-1]).astype(np.float32))
@@ -143,18 +137,18 @@ def gpt2_logits() -> list[np.ndarray]:
     place_gpt2(model, HOST, 0)
     for tokens in BATCHES:
         with graph_context():
-            graph = gpt2_graph(model, n_past, len(tokens))
+            graph = model.graph(n_past, len(tokens))
         GraphAllocator(HOST).alloc_graph(graph)
         set_inputs(graph, tokens, n_past)
         graph.compute(1)
-        out.append(graph.get_tensor("logits").numpy().copy())
+        out.append(graph.get_tensor(LOGITS).numpy().copy())
         n_past += len(tokens)
     return out
 
 
 def set_inputs(graph: Graph, tokens: list[int], n_past: int) -> None:
-    graph.get_tensor("embd").set(tokens)
-    graph.get_tensor("position").set(range(n_past, n_past + len(tokens)))
+    graph.get_tensor(TOKENS).set(tokens)
+    graph.get_tensor(POSITIONS).set(range(n_past, n_past + len(tokens)))
 
 
 @pytest.mark.parametrize("n_gpu_layers", [0, 1, 2, 3])
@@ -162,17 +156,17 @@ def test_s82_s83_gpt2_by_layers(device, sched, gpt2_logits, n_gpu_layers: int) -
     model, n_past = gpt2(sizes=TINY), 0
     place_gpt2(model, device.buffer_type(), n_gpu_layers)
     with graph_context():
-        sizes = sched.reserve(gpt2_graph(model, TINY.n_ctx - 8, 8))
+        sizes = sched.reserve(model.graph(TINY.n_ctx - 8, 8))
     assert (sizes[0] > 0) == (n_gpu_layers > 0) and sizes[1] > 0
     for tokens, want in zip(BATCHES, gpt2_logits, strict=True):
         with graph_context():
-            graph = gpt2_graph(model, n_past, len(tokens))
+            graph = model.graph(n_past, len(tokens))
         sched.reset()
         sched.alloc_graph(graph)
         set_inputs(graph, tokens, n_past)
         got = counted(device, lambda graph=graph: sched.compute(graph))
         assert got == expected_copies(sched, graph)
-        assert np.array_equal(graph.get_tensor("logits").numpy(), want)
+        assert np.array_equal(graph.get_tensor(LOGITS).numpy(), want)
         n_past += len(tokens)
     assert [sched.get_buffer_size(b) for b in sched.backends] == sizes  # the reserve was enough
 
@@ -182,16 +176,16 @@ def test_s82_sides_of_gpt2(device: ProcessDevice, sched: Scheduler) -> None:
     model = gpt2(sizes=TINY)
     place_gpt2(model, device.buffer_type(), 1)
     with graph_context():
-        graph = gpt2_graph(model, 0, 4)
+        graph = model.graph(0, 4)
     sched.split_graph(graph)
     for t in graph.nodes:
         weights = [s for s in t.src if s is not None and s in model.tensors.values() and "memory" not in s.name]
         if weights and not t.op.view:
-            far = any("/h1/" in s.name or "ln_f" in s.name or "lm_head" in s.name for s in weights)
+            far = any(s.name.startswith(("blk.1.", "output")) for s in weights)
             assert sched.get_tensor_backend(t) is sched.backends[0 if far else 1], t
     assert "1.wgt0" in sched.current.describe() and "split 0: cpu, nodes 0 to" in sched.current.describe()
     found = sched.graph_inputs()
-    assert {t.name: [b.name for b in v] for t, v in found.items()} == {"embd": ["cpu"], "position": ["cpu"]}
+    assert {t.name: [b.name for b in v] for t, v in found.items()} == {TOKENS: ["cpu"], POSITIONS: ["cpu"]}
 
 
 def test_s82_figure_15() -> None:
@@ -202,14 +196,13 @@ def test_s82_figure_15() -> None:
     allocators = [TensorAllocator(Buffer(t, None, "weights", 1 << 40, 1 << 40)) for t in (gpu.type, HOST)]
     cache = TensorAllocator(Buffer(HOST, None, "any", 1 << 42, 1 << 40))
     for name, t in model.tensors.items():
-        layer = int(name.split("/")[1][1:]) if name.startswith("model/h") else -1
-        far = layer >= 8 or "ln_f" in name or name == "model/lm_head"
+        far = name.startswith(("blk.8.", "blk.9.", "blk.10.", "blk.11.", "output"))
         (cache if "memory" in name else allocators[0 if far else 1]).alloc(t)
     with graph_context():
-        graph = gpt2_graph(model, 992, 32)
+        graph = model.graph(992, 32)
     sched.alloc_graph(graph)
     where = {t.name: sched.get_tensor_backend(t).name for t in graph.nodes}
-    assert [where[f"KQ-{il}"] for il in range(12)] == ["cpu"] * 8 + ["gpu"] * 4 and where["logits"] == "gpu"
+    assert [where[f"KQ-{il}"] for il in range(12)] == ["cpu"] * 8 + ["gpu"] * 4 and where[LOGITS] == "gpu"
     assert [sched.get_tensor_backend(t).name for t in graph.nodes if t.op.name == "cpy"] == ["cpu"] * 24
     run = sched.current
     copies = [
@@ -228,14 +221,14 @@ def test_s84_reserve(sched: Scheduler, device: ProcessDevice) -> None:
     model = gpt2(sizes=TINY)
     place_gpt2(model, device.buffer_type(), 1)
     with graph_context():
-        worst = gpt2_graph(model, TINY.n_ctx - 8, 8)
+        worst = model.graph(TINY.n_ctx - 8, 8)
     want = sched.reserve_size(worst)
     assert sched.get_buffer_size(sched.backends[0]) == 0 and sched.current is None
     assert sched.reserve(worst) == want and sched.current is None and sched.n_splits == 0
     assert all(t.data == 0 for t in worst.nodes if t.view_src is None)  # nothing is placed yet
     buffers = [sched.allocator.buffers[0], sched.allocator.buffers[1]]
     with graph_context():
-        graph = gpt2_graph(model, 0, 2)
+        graph = model.graph(0, 2)
     sched.alloc_graph(graph)
     assert [sched.allocator.buffers[0], sched.allocator.buffers[1]] == buffers and sched.n_splits > 1
     for t in graph.nodes:
@@ -247,7 +240,7 @@ def test_s77_all_on_the_cpu_is_planned_like_a_graph_allocator(sched: Scheduler, 
     model = gpt2(sizes=TINY)
     place_gpt2(model, device.buffer_type(), 0)
     with graph_context():
-        graph = gpt2_graph(model, 8, 8)
+        graph = model.graph(8, 8)
     assert sched.reserve_size(graph) == [0, *GraphAllocator(HOST).measure(graph).sizes]
 
 
@@ -264,7 +257,7 @@ def test_the_graph_is_not_modified(sched: Scheduler, device: ProcessDevice) -> N
     model = gpt2(sizes=TINY)
     place_gpt2(model, device.buffer_type(), 1)
     with graph_context() as context:
-        graph = gpt2_graph(model, 0, 4)
+        graph = model.graph(0, 4)
     before, weights = structure(context), bytes(model.weights.buffer)
     nodes, uses, n = list(graph.nodes), dict(graph.use_counts), context.n_objects
     sources = [t.src for t in nodes]

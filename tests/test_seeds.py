@@ -10,14 +10,14 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gpt2_graph import SMALL, TINY, Gpt2, gpt2, gpt2_graph, graph_context
+from gpt2_headers import SMALL, TINY, Gpt2Headers, f16_matrices, f32, gpt2
 
 import ggjit as gg
 from ggjit import types
 from ggjit.alloc import GraphAllocator
 from ggjit.backend import Buffer, alloc_ctx_tensors, devices, host_buffer_type
-from ggjit.examples.gpt2 import graph as programs_graph
 from ggjit.examples.gpt2 import main_backend
+from ggjit.examples.gpt2.graph import POSITIONS, TOKENS, graph_context
 from ggjit.examples.gpt2.model_file import ModelFile
 
 HOST = host_buffer_type()
@@ -27,7 +27,7 @@ HOST = host_buffer_type()
 def table_2() -> gg.Graph:
     """GPT-2 small with N = 5 new tokens after 3: L = 8."""
     with graph_context():
-        return gpt2_graph(gpt2(), 3, 5)
+        return gpt2().graph(3, 5)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def table_2() -> gg.Graph:
         ("KQ-0", (8, 5, 12, 1), (4, 32, 160, 1920), True),  # S37
         ("KQV-0", (64, 5, 12, 1), (4, 256, 1280, 15360), True),  # S39
         ("KQV_merged-0", (64, 12, 5, 1), (4, 1280, 256, 15360), False),  # S39
-        ("KQV_out-0", (768, 5, 1, 1), (4, 3072, 15360, 15360), True),  # S39
+        ("kqv_out-0", (768, 5, 1, 1), (4, 3072, 15360, 15360), True),  # S39
     ],
 )
 def test_s32_to_s39_table_2(
@@ -54,11 +54,11 @@ def test_s32_to_s39_table_2(
 
 def test_s22_s34_offsets_into_the_cache() -> None:
     with graph_context():
-        graph = gpt2_graph(gpt2(), 3, 5)
+        graph = gpt2().graph(3, 5)
     il, row = 7, 4 * SMALL.n_embd
     k = graph.get_tensor(f"K-{il}")
-    assert k.view_src.name == "model/memory_k" and k.view_offs == row * il * SMALL.n_ctx
-    writes = [t for t in graph.nodes if t.op.name == "cpy" and t.view_src.name == "model/memory_v"]
+    assert k.view_src.name == "memory_k" and k.view_offs == row * il * SMALL.n_ctx
+    writes = [t for t in graph.nodes if t.op.name == "cpy" and t.view_src.name == "memory_v"]
     assert [t.view_offs for t in writes] == [row * (il * SMALL.n_ctx + 3) for il in range(12)]
 
 
@@ -85,9 +85,9 @@ def test_s40_the_chain_between_kq_and_kqv(table_2: gg.Graph) -> None:
 def test_s48_s71_s78_counts_and_sizes() -> None:
     model = gpt2()
     assert model.weights.mem_size == 55936 and model.weights.used_mem() == 54832
-    assert SMALL.n_weights == 152 and model.weights.n_objects == 149
+    assert main_backend.n_tensors(SMALL) == 152 and model.weights.n_objects == 149
     with graph_context() as context:
-        graph = gpt2_graph(model, 0, 32)
+        graph = model.graph(0, 32)
     assert context.used_mem() == 345168
     views = [t for t in graph.nodes if t.is_view]
     assert (graph.n_nodes, len(views), graph.n_nodes - len(views)) == (487, 180, 307)
@@ -95,8 +95,8 @@ def test_s48_s71_s78_counts_and_sizes() -> None:
 
 
 def test_s107_light_metadata_heavy_data() -> None:
-    model = gpt2(types.F16)
-    headers = model.weights.used_mem() + model.cache.used_mem()
+    model = gpt2(f16_matrices)
+    headers = model.weights.used_mem() + model.kv.used_mem()
     data = sum(t.nbytes for t in model.tensors.values())
     assert headers < data / 5000
 
@@ -162,7 +162,7 @@ def test_s54_an_arena_for_the_file_s_tensors_and_one_for_each_run(monkeypatch: p
     contexts: list[weakref.ref[gg.Context]] = []
 
     def made() -> gg.Context:
-        context = programs_graph.graph_context()
+        context = graph_context()
         contexts.append(weakref.ref(context))
         return context
 
@@ -206,10 +206,10 @@ def test_s63_the_objects_and_how_they_know_each_other() -> None:
     assert graph.nodes[0].numpy().ravel().tolist() == [1, 4, 9, 16]
 
 
-def test_s62_lifetimes_weights_cache_intermediates(tiny: Gpt2) -> None:
+def test_s62_lifetimes_weights_cache_intermediates(tiny: Gpt2Headers) -> None:
     """Weights and the cache outlive the graph's memory; intermediates share bytes."""
     with graph_context():
-        graph = gpt2_graph(tiny, 0, 4)
+        graph = tiny.graph(0, 4)
     plan = GraphAllocator(HOST).measure(graph)
     tensors = [*graph.leafs, *graph.nodes]
     kinds = {t.name: p.kind for t, p in zip(tensors, plan.placements, strict=True)}
@@ -222,31 +222,31 @@ def test_s62_lifetimes_weights_cache_intermediates(tiny: Gpt2) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Gpt2:
-    model = gpt2(types.F32, TINY)
+def tiny() -> Gpt2Headers:
+    model = gpt2(f32, TINY)
     rng = np.random.default_rng(0)
-    for context in (model.weights, model.cache):
+    for context in (model.weights, model.kv):
         alloc_ctx_tensors(context, HOST)
         for t in context.tensors.values():
             t.set(rng.standard_normal(t.ne[::-1]) * 0.2 if context is model.weights else 0.0)
     return model
 
 
-def evaluate(model: Gpt2, graph: gg.Graph, tokens: list[int], n_past: int) -> np.ndarray:
-    graph.get_tensor("embd").set(tokens)
-    graph.get_tensor("position").set(range(n_past, n_past + len(tokens)))
+def evaluate(model: Gpt2Headers, graph: gg.Graph, tokens: list[int], n_past: int) -> np.ndarray:
+    graph.get_tensor(TOKENS).set(tokens)
+    graph.get_tensor(POSITIONS).set(range(n_past, n_past + len(tokens)))
     graph.compute(2)
     return graph.nodes[-1].numpy()[0, 0].copy()
 
 
-def prompt_runs(model: Gpt2, allocator: GraphAllocator | None, sizes: list[int]) -> np.ndarray:
+def prompt_runs(model: Gpt2Headers, allocator: GraphAllocator | None, sizes: list[int]) -> np.ndarray:
     """Logits of a prompt of 14 tokens, given in runs."""
-    for t in model.cache.tensors.values():
+    for t in model.kv.tensors.values():
         t.set(0.0)
     tokens, n_past, logits = list(range(3, 17)), 0, []
     for n in sizes:
-        with graph_context(allocator is not None, 1 << 22):
-            graph = gpt2_graph(model, n_past, n)
+        with graph_context() if allocator is not None else gg.Context(1 << 23):
+            graph = model.graph(n_past, n)
         if allocator is not None:
             assert allocator.alloc_graph(graph)
         logits.append(evaluate(model, graph, tokens[n_past : n_past + n], n_past))
@@ -254,11 +254,11 @@ def prompt_runs(model: Gpt2, allocator: GraphAllocator | None, sizes: list[int])
     return np.concatenate(logits)
 
 
-def test_s68_s72_planned_memory_gives_the_same_bits(tiny: Gpt2) -> None:
+def test_s68_s72_planned_memory_gives_the_same_bits(tiny: Gpt2Headers) -> None:
     own = prompt_runs(tiny, None, [14])
     allocator = GraphAllocator(HOST)
     with graph_context():
-        allocator.reserve(gpt2_graph(tiny, TINY.n_ctx - 6, 6))
+        allocator.reserve(tiny.graph(TINY.n_ctx - 6, 6))
     size = allocator.get_buffer_size()
     assert np.isfinite(own).all() and np.ptp(own) > 1
     assert np.array_equal(prompt_runs(tiny, allocator, [6, 6, 2]), own)
