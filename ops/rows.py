@@ -241,6 +241,11 @@ def _(node):
     return row * node.nrows + element_nbytes(ids), element_nbytes(node)
 
 
+@SET_ROWS.flops
+def _(node):
+    return node.src[0].nelements
+
+
 @SET_ROWS.traffic
 def _(node):
     """The rows that are written."""

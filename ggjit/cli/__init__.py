@@ -29,6 +29,7 @@ COMMANDS = {
     "imatrix": "make an importance matrix for the quantization of a model",
     "perplexity": "measure how well a model predicts a text",
     "bench": "measure prefill and decode beside the machine's limits",
+    "profile": "show where the time of prefill or decode goes, by op and kernel",
     "warmup": "compile the kernels that a model needs",
     "info": "show versions, CPU, threads, caches and, on request, the machine's limits",
 }

@@ -22,7 +22,8 @@ class Html(str):
         return str(self)
 
 
-def _table(rows: list[tuple[str, ...]], caption: str) -> Html:
+def table(rows: list[tuple[str, ...]], caption: str) -> Html:
+    """Rows of texts as a table."""
     style = "text-align:left;font-family:monospace;padding:1px 10px 1px 0"
     body = "".join("<tr>" + "".join(f'<td style="{style}">{escape(c)}</td>' for c in row) + "</tr>" for row in rows)
     return Html(f"<table><caption style='text-align:left'><b>{escape(caption)}</b></caption>{body}</table>")
@@ -71,7 +72,7 @@ def tensor(t: Tensor) -> Html:
     ]
     if made:
         rows.insert(0, ("op", made))
-    return _table(rows, f"Tensor '{t.name}'")
+    return table(rows, f"Tensor '{t.name}'")
 
 
 def graph_table(g: Graph) -> Html:
@@ -83,4 +84,4 @@ def graph_table(g: Graph) -> Html:
         rows.append((str(i), t.op.name, t.type.name, ne, reads, t.name))
     if g.n_nodes > _MOST_ROWS:
         rows.append(("...", f"{g.n_nodes - _MOST_ROWS} more", "", "", "", ""))
-    return _table(rows, f"Graph of {g.n_nodes} nodes and {g.n_leafs} leafs")
+    return table(rows, f"Graph of {g.n_nodes} nodes and {g.n_leafs} leafs")
