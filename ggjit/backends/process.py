@@ -454,6 +454,11 @@ class ProcessDevice:
         """Make an event."""
         return ProcessEvent(self.channel)
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes that the child holds in buffers, and as scratch of graphs."""
+        answer = self.channel.ask("memory")[0]
+        return answer["buffers"], answer["scratch"]
+
     def close(self) -> None:
         """End the child; its buffers are lost."""
         self._close()

@@ -35,6 +35,12 @@ class Child:
         """Say that the child runs."""
         return {"pid": os.getpid()}, b""
 
+    def memory(self, _: bytearray) -> Answer:
+        """Tell how many bytes buffers hold, and graphs beside them."""
+        executables = [e for g in self.graphs.values() for e in g._executables.values()]
+        scratch = sum(e.scratch_nbytes for e in executables)
+        return {"buffers": sum(b.size for b in self.buffers.values()), "scratch": scratch}, b""
+
     def new_buffer(self, _: bytearray, id: int, size: int, usage: Any) -> None:
         """Allocate a buffer."""
         self.buffers[id] = host_buffer_type().new_buffer(size, usage)

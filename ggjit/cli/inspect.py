@@ -1,4 +1,7 @@
-"""`ggjit inspect FILE`: what a GGUF file holds. Arrays are summed up and long texts cut unless JSON is asked for."""
+"""`ggjit inspect FILE`: what a GGUF file holds. Arrays are summed up and long texts cut unless JSON is asked for.
+
+With `--memory` it tells instead how much memory the model and a context will take (`ggjit.cli.inspect_memory`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ggjit.cli import inspect_memory
 from ggjit.gguf import GgufFile, StringArray
 
 _SHOWN = 4  # elements of an array
@@ -21,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", help="a GGUF file, the first part of a split one, or a name that `ggjit pull` knows"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with whole texts and arrays")
+    inspect_memory.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +33,10 @@ def run(args: argparse.Namespace) -> int:
     from ggjit.fetch import MODELS, pull
 
     is_name = args.file.startswith("hf:") or args.file.lower() in MODELS
-    with GgufFile(pull(args.file) if is_name else args.file) as file:
+    path = pull(args.file) if is_name else args.file
+    if args.memory:
+        return inspect_memory.run(args, str(path))
+    with GgufFile(path) as file:
         if args.json:
             print(json.dumps(collect(file), indent=1, allow_nan=False))
         else:
@@ -110,7 +118,7 @@ def _value(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, (float, np.floating)) else str(value)
 
 
-def _table(rows: list[list[str]], sides: str) -> list[str]:
+def table(rows: list[list[str]], sides: str) -> list[str]:
     """Columns as wide as needed; `sides` tells by r or l how each is set."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     set_ = [str.rjust if side == "r" else str.ljust for side in sides]
@@ -123,15 +131,15 @@ def _lines(file: GgufFile) -> list[str]:
     lines += ["", f"{len(file.kv)} metadata"]
     rows = [["key", "type", "value"]]
     rows += [[_name(key), _type_name(file, key), _value(value)] for key, value in file.kv.items()]
-    lines += _table(rows, "lll")
+    lines += table(rows, "lll")
     lines += ["", f"{len(file.tensors)} tensors"]
     rows = [["name", "type", "ne", "offset", "bytes"]]
     for info in file.tensors.values():
         ne = " x ".join(map(str, info.ne[: info.n_dims]))
         rows.append([_name(info.name), info.type_name, ne, f"{info.offset:,}", f"{info.nbytes:,}"])
-    lines += _table(rows, "lllrr")
+    lines += table(rows, "lllrr")
     rows = [["type", "tensors", "values", "bytes", "bits a value"]]
     for name, one in totals(file).items():
         bits = f"{8 * one['bytes'] / one['values']:.3f}"
         rows.append([name, str(one["tensors"]), f"{one['values']:,}", f"{one['bytes']:,}", bits])
-    return [*lines, "", "totals", *_table(rows, "lrrrr")]
+    return [*lines, "", "totals", *table(rows, "lrrrr")]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ggjit.cli import at_least, read_text
+from ggjit.cli import at_least, model_options, read_text
 
 if TYPE_CHECKING:
     from ggjit.llm import LLM
@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="use the chat template; without -p read turns until Ctrl-D")
     parser.add_argument("--system", default=None, metavar="TEXT", help="system message (with --chat)")
     parser.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
+    parser.add_argument("--mlock", action="store_true", help="keep the weights from being paged out")
+    model_options.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with gg.LLM(
         path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.batch, repack=args.repack,
-        progress=progress,
+        progress=progress, mlock=args.mlock, **model_options.options(args),
     ) as llm:  # fmt: skip
         report = _Report(time.perf_counter() - start)
         if args.chat:

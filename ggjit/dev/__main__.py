@@ -11,6 +11,7 @@ COMMANDS = {
     "docs": "make the pages of docs/ that are not written by hand: ops, types, plans of memory, checklist",
     "compare-ggml": "measure ops beside ggml's own CPU kernels",
     "make-model": "write a random llama of about 0.5 B parameters, for sizes and speeds",
+    "peak-memory": "measure a model's resident memory beside llama.cpp's",
     "reference": "run reference cases through builder, plan and compiled program",
 }
 

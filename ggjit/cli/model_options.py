@@ -1,0 +1,64 @@
+"""Arguments that say where a model's weights and layers lie, shared by commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ggjit.cli import at_least
+
+if TYPE_CHECKING:
+    from ggjit.backend import Device
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    group = parser.add_argument_group("where the model lies")
+    group.add_argument(
+        "-ngl", "--n-gpu-layers", type=at_least(0), metavar="N",
+        help="layers on devices, counted from the output, which counts as one (all)",
+    )  # fmt: skip
+    group.add_argument(
+        "-ot", "--override-tensor", metavar="REGEX=DEVICE,...",
+        help="devices of weights whose names match; the first match decides",
+    )  # fmt: skip
+    group.add_argument(
+        "--device", action="append", metavar="NAME",
+        help='a device beside the CPU (all that are there); "process" starts a child process that stands for one',
+    )  # fmt: skip
+    group.add_argument("--no-mmap", dest="mmap", action="store_false", help="read weights instead of mapping the file")
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as keywords of `LLM` and `estimate`."""
+    from ggjit.llm.placement import parse_overrides
+
+    overrides = None if args.override_tensor is None else parse_overrides(args.override_tensor)
+    return {
+        "devices": [_device(name) for name in args.device] if args.device else _others(),
+        "n_gpu_layers": args.n_gpu_layers,
+        "overrides": overrides,
+        "mmap": args.mmap,
+    }
+
+
+def _others() -> list[Device]:
+    from ggjit.backend import devices
+
+    return list(devices()[:-1])
+
+
+def _device(name: str) -> Device:
+    found: dict[str, Callable[[], Device]] = {"process": _process}
+    for d in _others():
+        found[d.name] = lambda d=d: d  # type: ignore[misc]
+    if name not in found:
+        raise ValueError(f"--device: must be one of {sorted(found)}, got {name!r}")
+    return found[name]()
+
+
+def _process() -> Device:
+    from ggjit.backends.process import ProcessDevice
+
+    return ProcessDevice()
