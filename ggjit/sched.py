@@ -11,6 +11,18 @@ nodes that read a tensor which their backend cannot reach get a copy of it as so
 reader is done. The user's graph keeps its structure; as with a `GraphAllocator` its tensors get their data and
 buffers, so inputs are set and results read there.
 
+Of weights of experts that must be copied only those go over that the ids name.
+
+With `n_copies` > 1 several graphs are under way at once: what is copied to a backend, and the tensors marked as inputs,
+have so many places, of which each graph takes the next. A place is written again when the backend is done with the
+graph that had it before:
+
+    for batch in batches:
+        graph = build(batch)
+        scheduler.alloc_graph(graph)       # the next places
+        set_inputs(graph, batch)
+        scheduler.compute_async(graph)     # may still run while the next graph is built
+
 Source: ggml_backend_sched.
 """
 
@@ -20,26 +32,49 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ggjit.alloc import GraphAllocator
-from ggjit.backend import Backend, Buffer, BufferType, copy_tensor
+from ggjit.backend import Backend, Buffer, BufferType, Event, buffer_of, copy_tensor
 from ggjit.graph import Graph
 from ggjit.graph_copy import GraphView, context_for, copy_record, new_record
 from ggjit.op import NONE, PARAM_BYTES, by_name
-from ggjit.sched_passes import MAX_BACKENDS, MAX_SPLIT_INPUTS, Assignments, Split, Splits, graph_inputs, split_graph
-from ggjit.tensor import Tensor
+from ggjit.sched_passes import (
+    MAX_BACKENDS,
+    MAX_COPIES,
+    MAX_SPLIT_INPUTS,
+    Assignments,
+    Picked,
+    Split,
+    Splits,
+    graph_inputs,
+    root_of,
+    split_graph,
+)
+from ggjit.tensor import FLAG_INPUT, Tensor, new_node
+from ggjit.types import I8
 
 EvalCallback = Callable[[Tensor, bool], bool]
+_Picks = dict[Picked, list[tuple[int, int]]]  # what ids of the graph that is computed name
 
 
 class SchedGraph:
     """A user's graph cut into splits, and the copy of it that is computed.
+
+    Args:
+        assignments: what passes 1 to 4 decided.
+        found: what pass 5 decided.
+        n_copies: places of each input and copy.
+        place: which of them this graph uses.
 
     Attributes:
         graph: the user's.
         assignments: backend and reason of each of its tensors.
         splits, copies: what pass 5 decided.
         nodes, leafs: the copied graph. Copies of inputs are nodes of the op dup, before the nodes of their split;
-            leafs are the user's own.
+            leafs are the user's own. If there are several places of a tensor, they are one leaf of bytes, and the
+            tensor is a view of it: so the plan is the same whichever is used.
         copied: the record in the copied graph for each of the user's nodes.
         inputs: the record of each copy, by number.
         parts: for each split its nodes that compute something, to be given to its backend.
@@ -47,9 +82,10 @@ class SchedGraph:
         kept: records of what the graph keeps beside its outputs.
     """
 
-    def __init__(self, assignments: Assignments, found: Splits) -> None:
+    def __init__(self, assignments: Assignments, found: Splits, n_copies: int = 1, place: int = 0) -> None:
         self.graph, self.assignments = assignments.graph, assignments
-        self.splits, self.copies = found.splits, found.copies
+        self.splits, self.copies, self.picked = found.splits, found.copies, found.picked
+        self.n_copies, self.place = n_copies, place
         self.n_nodes = len(self.graph.nodes)
         self.leafs = list(self.graph.leafs)
         self.leaf_ids = [assignments.ids[t] for t in self.leafs]
@@ -58,8 +94,27 @@ class SchedGraph:
         self.copied: dict[Tensor, Tensor] = {}
         self.inputs: list[Tensor] = []
         self.parts: list[GraphView] = []
-        with context_for(len(self.graph.nodes) + len(self.copies)):
+        n_places = len(self.leafs) + len(self.copies) if n_copies > 1 else 0
+        with context_for(len(self.graph.nodes) + len(self.copies) + 2 * n_places):
+            if n_copies > 1:
+                self._give_inputs_places()
             self._copy(found)
+
+    def _give_inputs_places(self) -> None:
+        for n, t in enumerate(self.leafs):
+            if t.flags & FLAG_INPUT and t.view_src is None and self.assignments.memory(t) is None:
+                ring, offset = self._places(t, self.leaf_ids[n])
+                self.leafs[n] = ring
+                view = new_record(NONE, t.type, t.ne, t.nb, (), bytes(PARAM_BYTES), t.flags, t.name, ring, offset)
+                self.copied[t] = view
+                self._append(view, self.leaf_ids[n])
+
+    def _places(self, t: Tensor, i: int) -> tuple[Tensor, int]:
+        """Room for all places of a tensor in a backend's memory, and the offset of the one that is used."""
+        size = self.assignments.types[i].padded_size(t)
+        ring = new_node(NONE, I8, (self.n_copies * size, 1, 1, 1))
+        ring.flags, ring.name = FLAG_INPUT, t.name
+        return ring, self.place * size
 
     def _copy(self, found: Splits) -> None:
         parts: list[list[Tensor]] = []
@@ -73,7 +128,7 @@ class SchedGraph:
                 self._copy_node(t, found.reads.get(t, {}))
             if not t.op.view:
                 parts[-1].append(t)
-        self.kept = frozenset(self._now(t) for t in getattr(self.graph, "kept", ()))
+        self.kept = frozenset(self.record(t) for t in getattr(self.graph, "kept", ()))
         self._uses = Counter(s for t in self.nodes for s in t.src if s is not None)
         self.parts = [self.view(p) for p in parts]
 
@@ -81,15 +136,15 @@ class SchedGraph:
         self.nodes.append(t)
         self.node_ids.append(i)
 
-    def _now(self, t: Tensor) -> Tensor:
+    def record(self, t: Tensor) -> Tensor:
         """The copied graph's record for a tensor; leafs and tensors outside the graph stand for themselves."""
         return self.copied.get(t, t)
 
     def _copy_node(self, t: Tensor, reads: dict[Tensor, int]) -> None:
         made = t
         if t.op is not NONE:
-            src = tuple(None if s is None else self.inputs[reads[s]] if s in reads else self._now(s) for s in t.src)
-            made = copy_record(t, src, None if t.view_src is None else self._now(t.view_src))
+            src = tuple(None if s is None else self.inputs[reads[s]] if s in reads else self.record(s) for s in t.src)
+            made = copy_record(t, src, None if t.view_src is None else self.record(t.view_src))
         self.copied[t] = made
         self._append(made, self.assignments.ids[t])
 
@@ -107,8 +162,15 @@ class SchedGraph:
         self._copy_view(t)
         name = f"{self.assignments.backends[i].name}#{t.name}#{k}"
         assert k == len(self.inputs)
-        self.inputs.append(new_record(by_name("dup"), t.type, t.ne, t.nb, (self._now(t),), bytes(PARAM_BYTES), 0, name))
-        self._append(self.inputs[-1], i)
+        ring, offset = None, 0
+        if self.n_copies > 1:
+            ring, offset = self._places(t, i)
+            self.leafs.append(ring)
+            self.leaf_ids.append(i)
+        source = (self.record(t),)
+        made = new_record(by_name("dup"), t.type, t.ne, t.nb, source, bytes(PARAM_BYTES), 0, name, ring, offset)
+        self.inputs.append(made)
+        self._append(made, i)
 
     def view(self, nodes: Sequence[Tensor]) -> GraphView:
         """Some of the user's nodes of one split as a graph for its backend, with the views that they read."""
@@ -138,7 +200,8 @@ class SchedGraph:
             lines.append(f"split {k}: {names[s.backend_id]}, nodes {s.first} to {s.end - 1}, begins for: {s.reason}")
             for i in s.inputs:
                 t = self.copies[i].tensor
-                lines.append(f"    copy   {t.name}: {t.nbytes} bytes from {names[self.assignments.ids[t]]}")
+                most = "at most " if i in self.picked else ""
+                lines.append(f"    copy   {t.name}: {most}{t.nbytes} bytes from {names[self.assignments.ids[t]]}")
             for t in self.graph.nodes[s.first : s.end]:
                 if not t.op.view:
                     lines.append(f"    {t.op.name:<12} {t.name} [{self.assignments.reasons[t]}]")
@@ -153,21 +216,20 @@ class Scheduler:
         types: the buffer type for each one's results, by default that of its device.
         op_offload: let backends compute with weights of host memory where they want to (`Backend.offloads`).
         max_inputs: most copies that one split makes.
+        n_copies: places of each input and copy, so that as many graphs can be under way at once; 1 to 4.
 
     Attributes:
         current: the graph split last, None after `reset`.
-        n_copies: always 1: a graph is computed before the next one's inputs are taken.
 
     Raises:
-        ValueError: no backend, too many, the last one is not the CPU, or a type that its backend cannot read.
+        ValueError: no backend, too many, the last one is not the CPU, a type that its backend cannot read, or so many
+            copies.
 
     Source: ggml_backend_sched_new.
     """
 
-    n_copies = 1
-
     def __init__(self, backends: Sequence[Backend], types: Sequence[BufferType] | None = None, op_offload: bool = True,
-                 max_inputs: int = MAX_SPLIT_INPUTS) -> None:  # fmt: skip
+                 max_inputs: int = MAX_SPLIT_INPUTS, n_copies: int = 1) -> None:  # fmt: skip
         self.backends = tuple(backends)
         names = [b.name for b in self.backends]
         if not 1 <= len(names) <= MAX_BACKENDS or names[-1] != "cpu":
@@ -179,7 +241,14 @@ class Scheduler:
             raise ValueError(
                 f"Scheduler: each backend must have a buffer type that it reads, got {list(self.types)} for {names}"
             )
-        self.op_offload, self.max_inputs = op_offload, max_inputs
+        if not 1 <= n_copies <= MAX_COPIES:
+            raise ValueError(f"Scheduler: n_copies must be 1 to {MAX_COPIES}, got {n_copies}")
+        self.op_offload, self.max_inputs, self.n_copies = op_offload, max_inputs, n_copies
+        self._place = self._next_place = 0
+        self._events: dict[tuple[int, int], Event] = {}
+        if n_copies > 1:
+            self._events = {(i, c): b.device.new_event() for i, b in enumerate(self.backends) for c in range(n_copies)}
+        self._picks = _Picks()
         self.allocator = GraphAllocator(self.types)
         self.current: SchedGraph | None = None
         self._planned: tuple[list[int], list[int]] | None = None  # backends of nodes and leafs in the plan in force
@@ -227,7 +296,8 @@ class Scheduler:
             NotImplementedError: no backend computes a node.
         """
         assignments = Assignments(graph, self.backends, self.types, self._user, self.op_offload, self._is_planned)
-        self.current = SchedGraph(assignments, split_graph(assignments.run(), self.max_inputs))
+        found = split_graph(assignments.run(), self.max_inputs)
+        self.current = SchedGraph(assignments, found, self.n_copies, self._place)
         self._is_alloc = False
         return self.current
 
@@ -271,10 +341,12 @@ class Scheduler:
 
         Source: ggml_backend_sched_alloc_graph.
         """
+        self._place = self._next_place
+        self._next_place = (self._place + 1) % self.n_copies
         split = self.split_graph(graph)
         same = self._planned == (split.node_ids, split.leaf_ids)
         if not same or not self.allocator.alloc_graph(split):
-            self.synchronize()
+            self._wait()
             self._reserve(split)
             if not self.allocator.alloc_graph(split):
                 raise AssertionError(f"Scheduler: a plan must serve its own graph: {self.allocator.misfit(split)}")
@@ -330,23 +402,46 @@ class Scheduler:
         split = self.current
         if not self._is_alloc or split is None or split.graph is not graph or split.n_nodes != len(graph.nodes):
             split = self.alloc_graph(graph)
+        self._picks = _Picks()
         return all(self._compute_split(split, s, part) for s, part in zip(split.splits, split.parts, strict=True))
 
     def _compute_split(self, graph: SchedGraph, split: Split, part: GraphView) -> bool:
         backend = self.backends[split.backend_id]
-        if split.inputs:
-            backend.synchronize()  # earlier splits may still read what is overwritten now
+        used = self._events.get((split.backend_id, graph.place))
+        if split.inputs:  # earlier splits may still read what is overwritten now
+            if used is None:
+                backend.synchronize()
+            else:
+                used.synchronize()
         for k in split.inputs:
             copy = graph.inputs[k]
             source = copy.src[0]
             assert source is not None
-            t = graph.copies[k].tensor
-            self.backends[graph.assignments.ids[t if t.view_src is None else t.view_src]].synchronize()
-            copy_tensor(source, copy)
-        if self._callback is None:
-            backend.compute(part)
-            return True
-        return self._compute_watched(graph, split, backend)
+            self._backend_of(graph, graph.copies[k].tensor).synchronize()
+            if k in graph.picked:
+                self._copy_picked(graph, source, copy, graph.picked[k])
+            else:
+                copy_tensor(source, copy)
+        if self._callback is not None:
+            return self._compute_watched(graph, split, backend)
+        backend.compute(part)
+        if used is not None and split.inputs:
+            backend.record_event(used)
+        return True
+
+    def _backend_of(self, graph: SchedGraph, t: Tensor) -> Backend:
+        return self.backends[graph.assignments.ids[root_of(t)]]
+
+    def _copy_picked(self, graph: SchedGraph, source: Tensor, copy: Tensor, picked: Picked) -> None:
+        """Copy the matrices of some weights that ids name, neighbours together."""
+        target = buffer_of(copy)
+        assert target is not None
+        if picked not in self._picks:
+            self._backend_of(graph, picked.ids).synchronize()
+            self._picks[picked] = _runs(graph.record(picked.ids).numpy(), source.ne[2])
+        data, step = source.bytes(), source.nb[2]
+        for first, end in self._picks[picked]:
+            target.set_tensor(copy, data[first * step : end * step], first * step)
 
     def _compute_watched(self, graph: SchedGraph, split: Split, backend: Backend) -> bool:
         """Compute a split up to each node that the callback wants to see."""
@@ -366,5 +461,18 @@ class Scheduler:
 
     def synchronize(self) -> None:
         """Wait until all backends are done."""
+        self._wait()
+        if not self._is_alloc:  # all places are free: let single graphs always have the same one
+            self._next_place = 0
+
+    def _wait(self) -> None:
         for backend in self.backends:
             backend.synchronize()
+
+
+def _runs(ids: NDArray[np.int32], n: int) -> list[tuple[int, int]]:
+    """Numbers below `n` that are among ids, as runs [first, end); others the kernel will refuse."""
+    used = np.unique(ids)
+    used = used[(used >= 0) & (used < n)]
+    parts = np.split(used, np.flatnonzero(np.diff(used) > 1) + 1)
+    return [(int(p[0]), int(p[-1]) + 1) for p in parts if len(p)]

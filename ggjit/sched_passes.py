@@ -14,6 +14,7 @@ Source: ggml_backend_sched_split_graph.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from ggjit.tensor import FLAG_INPUT, Tensor
 
 MAX_BACKENDS = 16
 MAX_SPLIT_INPUTS = 30
+MAX_COPIES = 4
 _NO_WEIGHT_RULE = ("rope", "flash_attn_ext")  # their weights (factors, sinks) are too small to decide where they run
 
 
@@ -327,8 +329,9 @@ class Split:
     Attributes:
         backend_id: position of the backend.
         first, end: the nodes [first, end) of the user's graph.
-        reason: why it begins: "first", "backend", "weight" (of memory that must be copied: its room can be used again)
-            or "inputs" (the split before has as many as it may).
+        reason: why it begins: "first", "backend", "weight" (of memory that must be copied: its room can be used again),
+            "inputs" (the split before has as many as it may) or "ids" (they tell which experts must be copied, and the
+            split before computes them).
         inputs: numbers of the copies made when it begins.
     """
 
@@ -339,6 +342,18 @@ class Split:
     inputs: list[int] = field(default_factory=list)
 
 
+class Picked(NamedTuple):
+    """What tells which parts of a copy are needed.
+
+    Attributes:
+        ids: numbers of the matrices that are read.
+        version: how often the graph has written to `ids` before.
+    """
+
+    ids: Tensor
+    version: int
+
+
 @dataclass
 class Splits:
     """What pass 5 decides.
@@ -347,28 +362,35 @@ class Splits:
         splits: in order.
         copies: all copies, by number.
         reads: for each node that reads copies their numbers by the tensors that they stand for.
+        picked: numbers of the copies of which only the used matrices are made.
     """
 
     splits: list[Split] = field(default_factory=list)
     copies: list[InputCopy] = field(default_factory=list)
     reads: dict[Tensor, dict[Tensor, int]] = field(default_factory=dict)
+    picked: dict[int, Picked] = field(default_factory=dict)
 
 
 def split_graph(a: Assignments, max_inputs: int = MAX_SPLIT_INPUTS) -> Splits:
     """Pass 5: cut the graph and find what must be copied.
 
-    A copy serves all later splits of its backend, until a node writes into what was copied.
+    A copy serves all later splits of its backend, until a node writes into what was copied; one of which only the used
+    matrices are made serves its reader alone.
     """
     out, nodes = Splits(), a.graph.nodes
     here: dict[InputCopy, int] = {}  # copies that hold what their tensors hold now
+    writes: Counter[Tensor] = Counter()
+    made: set[Tensor] = set()  # what the split has written so far
     split: Split | None = None
     for n, t in enumerate(nodes):
         if t.op.view:
             continue
-        i = a.ids[t]
+        i, picked = a.ids[t], _picked_ids(a, t)
         reason = _begins(a, t, split, here, max_inputs)
+        if not reason and picked is not None and root_of(picked) in made and InputCopy(_picked(t), i) not in here:
+            reason = "ids"
         if reason:
-            split = Split(i, 0 if split is None else n, len(nodes), reason)
+            split, made = Split(i, 0 if split is None else n, len(nodes), reason), set()
             if out.splits:
                 out.splits[-1].end = n
             out.splits.append(split)
@@ -380,12 +402,40 @@ def split_graph(a: Assignments, max_inputs: int = MAX_SPLIT_INPUTS) -> Splits:
             if copy not in here:
                 here[copy] = len(out.copies)
                 split.inputs.append(len(out.copies))
+                if picked is not None and s is _picked(t):
+                    out.picked[len(out.copies)] = Picked(picked, writes[root_of(picked)])
                 out.copies.append(copy)
             out.reads.setdefault(t, {})[s] = here[copy]
         changed = set(written_by(t))
-        for c in [c for c in here if (c.tensor if c.tensor.view_src is None else c.tensor.view_src) in changed]:
+        made |= changed
+        writes.update(changed)
+        for c in [c for c, k in here.items() if root_of(c.tensor) in changed or k in out.picked]:
             del here[c]
     return out
+
+
+def root_of(t: Tensor) -> Tensor:
+    """The tensor whose bytes a view shows, or the tensor itself."""
+    return t if t.view_src is None else t.view_src
+
+
+def _picked(t: Tensor) -> Tensor:
+    """The source of a node of which it reads only some matrices."""
+    assert t.op.picks is not None
+    source = t.src[t.op.picks[0]]
+    assert source is not None
+    return source
+
+
+def _picked_ids(a: Assignments, t: Tensor) -> Tensor | None:
+    """What tells which of a node's weights must be copied to its backend; None if all or none must."""
+    if t.op.picks is None:
+        return None
+    weights, ids = _picked(t), t.src[t.op.picks[1]]
+    memory = a.memory(weights)
+    if ids is None or memory is None or not memory.is_host or not a.is_weight(weights) or a.reads(a.ids[t], weights):
+        return None
+    return ids if weights.is_contiguous else None
 
 
 def _begins(a: Assignments, t: Tensor, split: Split | None, here: Mapping[InputCopy, int], max_inputs: int) -> str:

@@ -43,7 +43,7 @@ vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = ["mul_mat_id"]
 
-MUL_MAT_ID = Op("mul_mat_id", id=30, params=(("prec", "i32"), ("hint", "i32")), nmse=5e-4, packed=(0,))
+MUL_MAT_ID = Op("mul_mat_id", id=30, params=(("prec", "i32"), ("hint", "i32")), nmse=5e-4, packed=(0,), picks=(0, 2))
 MUL_MAT_ID_BACK = Op("mul_mat_id_back")
 COLUMNS = 4  # of the tile for few columns
 TILE = 64 * 16  # bytes of a tile's result: up to 16 columns
