@@ -112,6 +112,13 @@ def test_s98_where_weights_are(llm: gg.LLM) -> None:
         assert fills(drawing).count(colour) == 2 * sum(t.buffer.type.name == name for t in weights.values()) + 1
 
 
+def test_split_models_are_refused(llm: gg.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.model.file, "mappings", llm.model.file.mappings * 2)
+    for draw in (gg.show.gguf, lambda file: gg.show.loaded(file, [])):
+        with pytest.raises(ValueError, match=r"show\.\w+: the model must be one file to be drawn, got 2 parts"):
+            draw(llm.model.file)
+
+
 def test_cells(llm: gg.LLM) -> None:
     cache = llm.context.cache
     cache.take(np.arange(3), np.arange(3, dtype=np.int32), np.zeros(3, np.int32))

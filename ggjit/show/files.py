@@ -36,12 +36,21 @@ def sections(file: GgufFile) -> dict[str, tuple[int, int]]:
     }
 
 
+def _check_one(where: str, file: GgufFile) -> None:
+    if len(file.mappings) != 1:
+        raise ValueError(f"{where}: the model must be one file to be drawn, got {len(file.mappings)} parts")
+
+
 def gguf(file: GgufFile) -> Svg:
     """Draw a file that is not split: all of it, tensors coloured by type, and its head enlarged.
 
     Args:
         file: the open file.
+
+    Raises:
+        ValueError: the model is split.
     """
+    _check_one("show.gguf", file)
     scale, parts = _WIDTH / file.nbytes, [text(6, 22 + _BAND / 2, "the file")]
     kinds = colours_of(i.type_name for i in file.tensors.values())
     parts += _file_band(file, 18, {i.name: kinds[i.type_name] for i in file.tensors.values()})
@@ -90,7 +99,11 @@ def loaded(file: GgufFile, weights: Iterable[Tensor]) -> Svg:
     Args:
         file: the open file.
         weights: loaded from it, by the names in the file.
+
+    Raises:
+        ValueError: the model is split.
     """
+    _check_one("show.loaded", file)
     buffers: dict[Buffer, list[Tensor]] = {}
     for t in weights:
         if t.buffer is not None and t.name in file.tensors:
@@ -123,10 +136,10 @@ def _buffer_band(file: GgufFile, buffer: Buffer, mine: list[Tensor], y: float, c
         width = buffer.type.padded_size(t) * scale
         parts.append(_tensor(x, y, width, t.name, colour))
         if width > 6:
-            parts.append(_way(info, scale, x + width / 2, y, colour))
+            parts.append(_way(info, scale, x + width / 2, y))
     return start - _LEFT + buffer.size * scale, parts
 
 
-def _way(info: TensorInfo, scale: float, x: float, y: float, colour: str) -> str:
+def _way(info: TensorInfo, scale: float, x: float, y: float) -> str:
     from_x = _LEFT + (info.offset + info.nbytes / 2) * scale
     return line(from_x, 18 + _BAND, x, y, GREY, 'stroke-width="1.2" marker-end="url(#a)"')
