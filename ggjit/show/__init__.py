@@ -8,6 +8,7 @@
     gg.show.gguf(file)                 # a file's parts and tensors
     gg.show.loaded(file, weights)      # where weights have their bytes: on the mapping, in panels
     gg.show.cells(cache)               # the token in each cell of a KV cache
+    gg.show.asm(gg.mul_mat, "Q4_0")    # a kernel's source beside its machine code
 
 A Tensor or Graph that ends a notebook's cell shows itself. Nothing here is imported before it is used.
 """
@@ -16,8 +17,9 @@ from ggjit.show.cells import cells
 from ggjit.show.files import gguf, loaded
 from ggjit.show.graph_drawing import graph
 from ggjit.show.html import Html, tensor
+from ggjit.show.machine_code import asm
 from ggjit.show.memory_plan import plan
 from ggjit.show.scheduler import passes, splits
 from ggjit.show.svg import Svg
 
-__all__ = ["Html", "Svg", "cells", "gguf", "graph", "loaded", "passes", "plan", "splits", "tensor"]
+__all__ = ["Html", "Svg", "asm", "cells", "gguf", "graph", "loaded", "passes", "plan", "splits", "tensor"]
