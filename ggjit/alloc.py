@@ -19,6 +19,9 @@ When the walk is over all lifetimes are known, and where its peak is above the b
 blocks are packed anew (`ggjit.packing`); the lower of the two peaks is taken. A plan serves any graph of the same
 structure whose tensors are not larger (`ggjit.plan`).
 
+Where one buffer can only hold so many bytes (`BufferType.max_size`), a plan has several, called chunks; a tensor lies
+in one of them.
+
 Source: ggml_tallocr and ggml_gallocr.
 """
 
@@ -82,19 +85,25 @@ class FreeBlocks:
 
     def take(self, size: int) -> int:
         """Take the smallest block that is large enough (the last of equal ones); open memory only if none is."""
-        if size == 0:
-            return 0
+        return 0 if size == 0 else self.cut(self.best(size), size)
+
+    def best(self, size: int) -> int:
+        """Position of the block that `take` would take."""
         sizes = self.sizes
         found, least = len(sizes) - 1, _OPEN - 1
         for i in range(len(sizes) - 1):
             if size <= sizes[i] <= least:
                 found, least = i, sizes[i]
+        return found
+
+    def cut(self, found: int, size: int) -> int:
+        """Take the begin of a block."""
         offset = self.offsets[found]
-        if sizes[found] == size:
-            del self.offsets[found], sizes[found]
+        if self.sizes[found] == size:
+            del self.offsets[found], self.sizes[found]
         else:
             self.offsets[found] += size
-            sizes[found] -= size
+            self.sizes[found] -= size
         self.peak = max(self.peak, offset + size)
         return offset
 
@@ -114,6 +123,52 @@ class FreeBlocks:
             del offsets[i], sizes[i]
 
 
+class Chunks:
+    """The free blocks of one type's memory, which comes in chunks of at most `max_size` bytes.
+
+    Source: ggml_dyn_tallocr.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self.chunks = [FreeBlocks()]
+
+    def take(self, size: int) -> tuple[int, int]:
+        """Take the smallest block that is large enough, else open memory of the chunk that grows least, else a chunk.
+
+        Returns:
+            Number of the chunk, and the offset in it.
+
+        Raises:
+            MemoryError: it is more than a chunk.
+        """
+        if size > self.max_size:
+            raise MemoryError(f"must fit a buffer of at most {self.max_size} bytes, got {size}")
+        if size == 0:
+            return 0, 0
+        blocks = [(c, f, f.best(size)) for c, f in enumerate(self.chunks)]
+        closed = [(f.sizes[i], -c, f, i) for c, f, i in blocks if i < len(f.sizes) - 1]
+        if closed:
+            _, c, free, i = min(closed, key=lambda b: b[:2])
+            return -c, free.cut(i, size)
+        ends = [(f.offsets[-1] + size, c, f) for c, f, _ in blocks]
+        grown = [(max(0, end - f.peak), c, f) for end, c, f in ends if end <= self.max_size]
+        if not grown:
+            self.chunks.append(FreeBlocks())
+            return len(self.chunks) - 1, self.chunks[-1].take(size)
+        _, c, free = min(grown, key=lambda g: g[:2])
+        return c, free.cut(len(free.sizes) - 1, size)
+
+    def give(self, chunk: int, offset: int, size: int) -> None:
+        """Give a block back."""
+        self.chunks[chunk].give(offset, size)
+
+    @property
+    def peaks(self) -> list[int]:
+        """Bytes that each chunk needs."""
+        return [f.peak for f in self.chunks]
+
+
 class _Planner:
     """One walk over a graph."""
 
@@ -131,11 +186,11 @@ class _Planner:
         # A type that is given twice has one block list: its later indices stand for the first one.
         self.buffer_ids = [types.index(types[b]) for b in self.buffer_ids]
         self.shapes = shapes_of(tensors, is_own, kept_of(graph))
-        self.free = [FreeBlocks() for _ in types]
+        self.free = [Chunks(type.max_size) for type in types]
         self.children, self.views = [0] * n, [0] * n
         self.kept = [s.op == NONE.id or bool(s.marks & FLAG_OUTPUT) for s in self.shapes]
         self.taken = [False] * n  # does the tensor own its slot now?
-        self.offsets, self.sizes, self.inplace = [0] * n, [0] * n, [-1] * n
+        self.chunk, self.offsets, self.sizes, self.inplace = [0] * n, [0] * n, [0] * n, [-1] * n
         self.first, self.last = [0] * n, [max(n - self.n_leafs - 1, 0)] * n
 
     def run(self) -> Plan:
@@ -173,7 +228,10 @@ class _Planner:
         if self.tensors[i].op.inplace and self.take_over(i, step):
             return
         self.sizes[i] = self.types[self.buffer_ids[i]].padded_size(self.tensors[i])
-        self.offsets[i] = self.free[self.buffer_ids[i]].take(self.sizes[i])
+        try:
+            self.chunk[i], self.offsets[i] = self.free[self.buffer_ids[i]].take(self.sizes[i])
+        except MemoryError as error:
+            raise MemoryError(f"GraphAllocator: a tensor {error} ('{self.tensors[i].name}')") from None
 
     def take_over(self, i: int, step: int) -> bool:
         """Put node `i` where a source lies that only this node still reads."""
@@ -194,7 +252,8 @@ class _Planner:
             if size > self.sizes[owner]:
                 continue
             self.offsets[i], self.sizes[i], self.inplace[i] = self.offsets[owner], size, j
-            self.free[self.buffer_ids[i]].give(self.offsets[i] + size, self.sizes[owner] - size)
+            self.chunk[i] = self.chunk[owner]
+            self.free[self.buffer_ids[i]].give(self.chunk[i], self.offsets[i] + size, self.sizes[owner] - size)
             self.taken[owner], self.last[owner] = False, step
             return True
         return False
@@ -210,7 +269,7 @@ class _Planner:
                 return
         if self.taken[j] and not self.kept[j]:
             self.taken[j], self.last[j] = False, step
-            self.free[self.buffer_ids[j]].give(self.offsets[j], self.sizes[j])
+            self.free[self.buffer_ids[j]].give(self.chunk[j], self.offsets[j], self.sizes[j])
 
     def plan(self) -> Plan:
         """What was decided."""
@@ -221,10 +280,12 @@ class _Planner:
             elif self.tensors[i].view_src is not None:
                 placements.append(Placement("view"))
             else:
-                at = (self.buffer_ids[i], self.offsets[i], self.sizes[i])
-                placements.append(Placement("planned", *at, self.inplace[i], self.first[i], self.last[i]))
-        peaks = [f.peak for f in self.free]
-        return Plan(placements, peaks, self.n_leafs, self.shapes, self.wanted_ids, [*peaks])
+                b, c = self.buffer_ids[i], self.chunk[i]
+                at = (b, sum(self.free[b].peaks[:c]) + self.offsets[i], self.sizes[i])
+                placements.append(Placement("planned", *at, self.inplace[i], self.first[i], self.last[i], c))
+        chunks = [f.peaks for f in self.free]
+        best_fit = [sum(peaks) for peaks in chunks]
+        return Plan(placements, chunks, self.n_leafs, self.shapes, self.wanted_ids, best_fit)
 
 
 class GraphAllocator:
@@ -236,7 +297,8 @@ class GraphAllocator:
     Attributes:
         plan: the plan in force, None before the first `reserve`.
         reason: why the last graph that the plan did not serve had to be planned anew: which tensor, which rule.
-        buffers: the buffers, None where a plan needs no memory.
+        chunks: for each type its buffers: none where a plan needs no memory, several where it needs more than one may
+            hold.
 
     Source: ggml_gallocr.
     """
@@ -245,10 +307,15 @@ class GraphAllocator:
         self.types: tuple[BufferType, ...] = (types,) if isinstance(types, BufferType) else tuple(types)
         if not self.types:
             raise ValueError("GraphAllocator: at least one buffer type must be given, got none")
-        self.buffers: list[Buffer | None] = [None] * len(self.types)
+        self.chunks: list[list[Buffer]] = [[] for _ in self.types]
         self.plan: Plan | None = None
         self.reason: str | None = None
         self._made: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+    @property
+    def buffers(self) -> list[Buffer | None]:
+        """The first chunk of each type, None where there is none."""
+        return [chunks[0] if chunks else None for chunks in self.chunks]
 
     def _is_own(self, t: Tensor) -> bool:
         """Did this allocator place the tensor?"""
@@ -258,12 +325,17 @@ class GraphAllocator:
     def _new_buffer(self, type: BufferType, size: int) -> Buffer:
         return type.new_buffer(size, "compute")
 
+    def _add_chunk(self, i: int, size: int) -> None:
+        new = self._new_buffer(self.types[i], size)
+        self._made.add(new)
+        self.chunks[i].append(new)
+
     def measure(
         self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
     ) -> Plan:
         """Plan a graph without keeping the plan or allocating anything; see `reserve`."""
         plan = _Planner(graph, self.types, self._is_own, node_ids, leaf_ids).run()
-        plan.pack()
+        plan.pack([type.max_size for type in self.types])
         return plan
 
     def reserve(
@@ -287,14 +359,12 @@ class GraphAllocator:
         """
         plan = self.measure(graph, node_ids, leaf_ids)
         self.plan = None  # if memory runs out, nothing is planned
-        for i, (type, size) in enumerate(zip(self.types, plan.sizes, strict=True)):
-            buffer = self.buffers[i]
-            if size > (0 if buffer is None else buffer.size):
-                self.buffers[i] = None  # the old one may go before the new one comes
-                del buffer
-                new = self._new_buffer(type, size)
-                self._made.add(new)
-                self.buffers[i] = new
+        for i, sizes in enumerate(plan.chunks):
+            have = [b.size for b in self.chunks[i]] + [0] * len(sizes)
+            if any(size > h for size, h in zip(sizes, have, strict=False)):
+                self.chunks[i] = []  # the old ones may go before the new ones come
+                for size in sizes:
+                    self._add_chunk(i, size)
         self.plan = plan
         return plan
 
@@ -350,29 +420,26 @@ class GraphAllocator:
                 return False
             self.reserve(graph)
         assert self.plan is not None
-        for buffer in self.buffers:
-            if buffer is not None:
-                buffer.reset()
-                forget(buffer)
+        for buffer in [b for chunks in self.chunks for b in chunks]:
+            buffer.reset()
+            forget(buffer)
         views = []
         for t, p in zip([*graph.leafs, *graph.nodes], self.plan.placements, strict=True):
             if p.kind == "view":
                 views.append(t)
             elif p.kind == "planned":
-                buffer = self.buffers[p.buffer_id]
-                if buffer is None:  # a plan of nothing but empty tensors
-                    buffer = self.buffers[p.buffer_id] = self._new_buffer(self.types[p.buffer_id], 0)
-                    self._made.add(buffer)
-                t.buffer, t.data = buffer, buffer.base + p.offset
+                if not self.chunks[p.buffer_id]:  # a plan of nothing but empty tensors
+                    self._add_chunk(p.buffer_id, 0)
+                buffer = self.chunks[p.buffer_id][p.chunk]
+                t.buffer, t.data = buffer, buffer.base + self.plan.offset_in_chunk(p)
                 buffer.init_tensor(t)
         for t in views:
             init_view(t)
         return True
 
     def get_buffer_size(self, buffer_id: int = 0) -> int:
-        """Bytes of a buffer; 0 for a type that an earlier index has.
+        """Bytes of a type's chunks; 0 for a type that an earlier index has.
 
         Source: ggml_gallocr_get_buffer_size.
         """
-        buffer = self.buffers[buffer_id]
-        return 0 if buffer is None else buffer.size
+        return sum(b.size for b in self.chunks[buffer_id])

@@ -33,10 +33,12 @@ class BufferType:
         name: "host", "mapped", "panel", ...
         alignment: tensors lie at multiples of this many bytes from a buffer's base.
         is_host: a tensor's bytes lie in host memory in the layout that its header tells.
+        max_size: most bytes of one buffer; a `GraphAllocator` takes several where it needs more.
     """
 
     name: str = ""
     alignment: int = 32
+    max_size: int = 1 << 62
     is_host: bool = True
 
     def alloc_size(self, tensor: Tensor) -> int:

@@ -342,7 +342,7 @@ class Graph:
             return
         if self._allocator is not None:
             self.kept = kept
-            own = [b for b in self._allocator.buffers if b is not None]
+            own = [b for chunks in self._allocator.chunks for b in chunks]
             set_before = [t for t in (*self.leafs, *self.nodes) if t.op is NONE and t.buffer in own]
             values = [(t, t.bytes().copy()) for t in set_before]
             self._allocate()

@@ -31,10 +31,11 @@ class Placement(NamedTuple):
     Attributes:
         kind: "planned", "view" (of what `inplace` tells) or "external" (it has data of its own).
         buffer_id: index of the buffer; -1 if not planned.
-        offset: in the buffer.
+        offset: in the buffer, in all its chunks one behind the other.
         size: bytes of the slot, rounded up to the alignment.
         inplace: position of the source whose memory it takes over, -1 if none.
         first, last: positions of the nodes between which the slot is in use.
+        chunk: which one of the buffer's it lies in.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Placement(NamedTuple):
     inplace: int = -1
     first: int = 0
     last: int = 0
+    chunk: int = 0
 
 
 class Shape(NamedTuple):
@@ -70,18 +72,27 @@ class Plan:
 
     Attributes:
         placements: for each tensor.
-        sizes: bytes that each buffer needs.
+        chunks: bytes of the chunks of each buffer: one, where that can hold all.
         n_leafs: number of leafs.
         buffer_ids: for each tensor the buffer that was asked for.
         best_fit: bytes that each buffer would need as the walk placed the tensors, before packing.
     """
 
     placements: list[Placement]
-    sizes: list[int]
+    chunks: list[list[int]]
     n_leafs: int
     shapes: list[Shape] = field(repr=False)
     buffer_ids: list[int] = field(repr=False)
     best_fit: list[int]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes that each buffer needs."""
+        return [sum(sizes) for sizes in self.chunks]
+
+    def offset_in_chunk(self, p: Placement) -> int:
+        """Offset of a planned tensor in its chunk."""
+        return p.offset - sum(self.chunks[p.buffer_id][: p.chunk])
 
     def chains(self, buffer_id: int = 0) -> list[list[int]]:
         """Positions of the tensors that lie in a buffer, those that write over each other together, in order."""
@@ -106,18 +117,23 @@ class Plan:
     def _links(self, chain: Sequence[int]) -> list[Link]:
         return [Link(p.first, p.last, p.size) for p in (self.placements[i] for i in chain)]
 
-    def pack(self) -> None:
-        """Move the tensors of each buffer where that lowers the peak; which tensors write in place stays as it is."""
+    def pack(self, max_sizes: Sequence[int]) -> None:
+        """Move the tensors of each buffer where that lowers the peak; which tensors write in place stays as it is.
+
+        Args:
+            max_sizes: most bytes of a chunk of each buffer; what is packed lies in one.
+        """
         for buffer_id, size in enumerate(self.sizes):
             chains = self.chains(buffer_id)
             links = [self._links(chain) for chain in chains]
             offsets = pack(links, size)
-            if offsets is None:
+            peak = 0 if offsets is None else max(at + c[0].size for at, c in zip(offsets, links, strict=True))
+            if offsets is None or peak > max_sizes[buffer_id]:
                 continue
             for chain, offset in zip(chains, offsets, strict=True):
                 for i in chain:
-                    self.placements[i] = self.placements[i]._replace(offset=offset)
-            self.sizes[buffer_id] = max(offset + c[0].size for offset, c in zip(offsets, links, strict=True))
+                    self.placements[i] = self.placements[i]._replace(offset=offset, chunk=0)
+            self.chunks[buffer_id] = [peak]
 
     def fit(self, graph: Tensors, types: Sequence[BufferType], is_own: Callable[[Tensor], bool],
             buffer_ids: Sequence[int] | None = None) -> str | None:  # fmt: skip

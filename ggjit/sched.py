@@ -330,7 +330,7 @@ class Scheduler:
     def _reserve(self, split: SchedGraph) -> None:
         self._planned = None
         self.allocator.reserve(split, split.node_ids, split.leaf_ids)
-        self._made.update(b for b in self.allocator.buffers if b is not None)
+        self._made.update(b for chunks in self.allocator.chunks for b in chunks)
         self._planned = split.node_ids, split.leaf_ids
 
     def alloc_graph(self, graph: Graph) -> SchedGraph:
@@ -350,7 +350,7 @@ class Scheduler:
             self._reserve(split)
             if not self.allocator.alloc_graph(split):
                 raise AssertionError(f"Scheduler: a plan must serve its own graph: {self.allocator.misfit(split)}")
-        self._made.update(b for b in self.allocator.buffers if b is not None)
+        self._made.update(b for chunks in self.allocator.chunks for b in chunks)
         split.show_places()
         self._is_alloc = True
         return split
