@@ -69,10 +69,6 @@ class Mapping:
         page = mmap.PAGESIZE
         self._advise("MADV_WILLNEED", offset // page * page, min(offset + nbytes, self.size))
 
-    def advise_single_pages(self) -> None:
-        """Ask for small pages: what is read here and there then brings in little around it."""
-        self._advise("MADV_NOHUGEPAGE", 0, self.size)
-
     def close(self) -> None:
         """Drop the mapping; it goes when the last array on it goes. Its bytes cannot be asked for any more."""
         self._map = None

@@ -27,6 +27,7 @@ from ggjit.types import Type
 from ggjit.unbacked import UnbackedAllocator, unbacked_buffer
 
 if TYPE_CHECKING:
+    from ggjit.gguf.rows import FileRows
     from ggjit.llm.memory import Memory
     from ggjit.llm.model import Model
     from ggjit.llm.scheduled import Scheduled
@@ -57,6 +58,8 @@ class DecodeGraph:
 
     def __init__(self, context: DecodeContext, n_tokens: int, n_kv: int, n_outputs: int) -> None:
         self.cache, self.n_tokens, self.n_kv, self.n_outputs = context.cache, n_tokens, n_kv, n_outputs
+        self._file_rows = context.model.file_rows
+        self._rows: tuple[Tensor, Tensor, FileRows] | None = None
         self._stores: list[Tensor] = []
         self._windows: dict[int, Tensor] = {}
         self.context = Context(GRAPH_SIZE * tensor_overhead() + graph_overhead(GRAPH_SIZE), no_alloc=True)
@@ -90,7 +93,11 @@ class DecodeGraph:
     def _bind(self) -> None:
         """Look up where inputs and result lie."""
         known = {*self.graph.leafs}
-        self._inputs = {t: t.numpy() for t in (self.tokens, self.pos, self.cells, self.out_ids) if t in known}
+        inputs = [self.tokens, self.pos, self.cells, self.out_ids]
+        if self._rows is not None:
+            self._row_bytes = self._rows[0].bytes().reshape(self.n_tokens, -1)
+            inputs.append(self._rows[1])
+        self._inputs = {t: t.numpy() for t in inputs if t in known}
         masks = [(None, self.mask), *self._windows.items()]
         self._masks = {w: t.numpy()[0, 0].view(np.uint16) for w, t in masks if t in known}
         on_host = self.logits is not None and self.logits.buffer is not None and self.logits.buffer.type.is_host
@@ -102,6 +109,22 @@ class DecodeGraph:
         """Name a tensor as llama.cpp does, `name-il` in layers; returns it."""
         t.name = name if il is None else f"{name}-{il}"
         return t
+
+    def embed(self, weight: Tensor) -> Tensor:
+        """Rows of an embedding for the ubatch's tokens, f32 [n_embd, n_tokens].
+
+        Where the model wants it (`Model.file_rows`) they are read from the file before each run.
+
+        Args:
+            weight: [n_embd, n_vocab].
+        """
+        source = self._file_rows.get(weight)
+        if source is None:
+            return ops.get_rows(weight, self.tokens)
+        rows = new_tensor(weight.type, weight.ne[0], self.n_tokens, name="inp_rows").set_input()
+        numbers = new_tensor(types.I32, self.n_tokens, name="inp_row_ids").set_input()
+        self._rows = rows, numbers, source
+        return ops.get_rows(rows, numbers)
 
     def store_kv(self, il: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values of the ubatch to the cache of a layer.
@@ -147,6 +170,10 @@ class DecodeGraph:
         values = {self.tokens: batch.tokens, self.pos: batch.pos, self.cells: cells}
         if 0 < self.n_outputs < self.n_tokens:
             values[self.out_ids] = np.flatnonzero(batch.output)
+        if self._rows is not None:
+            _, numbers, source = self._rows
+            source.read(batch.tokens.tolist(), self._row_bytes)
+            values[numbers] = np.arange(self.n_tokens, dtype=np.int32)
         for t, view in self._inputs.items():
             view[...] = values[t]
         cell_pos, cell_seq = self.cache.pos[: self.n_kv], self.cache.seq[: self.n_kv]

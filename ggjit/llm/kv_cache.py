@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from ggjit.backend import Buffer, BufferType, NewBuffer, alloc_ctx_tensors, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
+from ggjit.pages import use_small_pages
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
 
+SMALL = 16 << 20  # bytes of a layer's keys below which a large page would hold many cells that nobody has reached
 PAD = 256  # graphs see the cache's first PAD * 2^k cells
 
 
@@ -61,6 +63,8 @@ class KVCache:
             buffer = alloc_ctx_tensors(context, kind, new_buffer=new_buffer)
             if buffer is not None:
                 self.buffers[kind] = buffer
+                if buffer.array is not None and max(t.nbytes for t in context.tensors.values()) < SMALL:
+                    use_small_pages(buffer.base, buffer.size)
         self.k, self.v = ([x[il] for il in range(len(kinds))] for x in (k, v))
         self.nbytes = sum(b.size for b in self.buffers.values())
         self.pos = np.full(n_cells, -1, np.int32)

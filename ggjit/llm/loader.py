@@ -27,8 +27,9 @@ from ggjit.context import Context, tensor_overhead
 from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile, StringArray
 from ggjit.gguf.reader import TensorInfo
+from ggjit.gguf.rows import FileRows
 from ggjit.llm.placement import Placement
-from ggjit.memory_lock import lock_memory
+from ggjit.pages import lock_memory
 from ggjit.progress import ByteBar
 from ggjit.tensor import Tensor, new_tensor
 
@@ -61,6 +62,7 @@ class Loader:
         buffers: that hold them.
         memory: bytes allocated for them by device.
         mapped_nbytes: bytes of the mapped files that are used where they lie.
+        file_rows: matrices whose rows are better read from the file than through its mapping.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Loader:
         self.buffers: list[Buffer] = []
         self.memory = {d.name: 0 for d in self.placement.devices}
         self.mapped_nbytes = 0
+        self.file_rows: dict[Tensor, FileRows] = {}
         self._weights: list[_Weight] = []
 
     # -- what architectures call -------------------------------------------------------------------------------------
@@ -98,8 +101,12 @@ class Loader:
         return self._header(name, self._info(name, ne), HOST if self.repack else MAPPED)
 
     def rows(self, name: str, *ne: int) -> Tensor:
-        """A matrix of which single rows are read (an embedding): used where it lies."""
-        return self._header(name, self._info(name, ne), MAPPED)
+        """A matrix of which single rows are read (an embedding): used where it lies, or read row by row."""
+        tensor = self._header(name, self._info(name, ne), MAPPED)
+        if self.repack and self._weights[-1].type is MAPPED:
+            info = self._weights[-1].info
+            self.file_rows[tensor] = FileRows(self.file.mappings[info.file].path, info.offset, tensor.nb[1])
+        return tensor
 
     def matrix(self, name: str, *ne: int, tied: str | None = None) -> Tensor:
         """A matrix for mul_mat: repacked into panels where that is wanted and possible.
@@ -212,7 +219,6 @@ class Loader:
         if any(w.type is not MAPPED for w in self._weights):
             for mapping in self.file.mappings:
                 mapping.advise_dontneed(0, mapping.size)
-                mapping.advise_single_pages()
 
     def _read_and_pack(self, weights: list[_Weight], n_threads: int, bar: ByteBar) -> None:
         done, total = 0, sum(w.info.nbytes for w in weights)

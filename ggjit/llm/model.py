@@ -40,6 +40,7 @@ class Model:
         placement: the devices of its parts.
         memory: bytes allocated for weights by device.
         mapped_nbytes: bytes of the file that are used where they lie.
+        file_rows: matrices whose rows are read from the file as they are wanted.
         is_locked: are all weights of host memory kept from being paged out?
 
     Raises:
@@ -72,6 +73,7 @@ class Model:
         loader.place()
         if not no_alloc:
             loader.fill(n_threads, progress)
+        self.file_rows = {} if mlock else loader.file_rows
         self.is_locked = mlock and not no_alloc and loader.lock()
         self.n_vocab = loader.n_vocab
         self.weights: dict[str, Tensor] = loader.weights
@@ -84,7 +86,7 @@ class Model:
 
     def close(self) -> None:
         """Drop weights and file; what still holds a tensor keeps its memory alive."""
-        self.weights, self.buffers = {}, []
+        self.weights, self.buffers, self.file_rows = {}, [], {}
         del self.architecture
         self.file.close()
 

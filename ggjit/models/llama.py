@@ -81,7 +81,7 @@ class Llama:
     def build(self, g: DecodeGraph) -> Tensor:
         """Write the graph of one ubatch; returns the logits, f32 [n_vocab, n_outputs]."""
         hp = self.hparams
-        x = g.name(ops.get_rows(self.tok_embd, g.tokens), "inp_embd")
+        x = g.name(g.embed(self.tok_embd), "inp_embd")
         for il, layer in enumerate(self.layers):
             cur = g.name(rms_norm(x, layer.attn_norm, hp.eps), "attn_norm", il)
             cur = self._attention(g, cur, layer, il)

@@ -1,11 +1,12 @@
-"""Locking memory, so that it is never paged out.
+"""What the system does with pages: locked ones are never paged out, small ones are made when they are touched.
 
-Source: mlock(2), VirtualLock.
+Source: mlock(2), madvise(2), VirtualLock.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 import warnings
@@ -50,3 +51,16 @@ def lock_memory(address: int, nbytes: int, what: str) -> bool:
         text = f"{what}: memory must be lockable, got {os.strerror(error)!r} for {nbytes} bytes{_limit()}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     return error == 0
+
+
+def use_small_pages(address: int, nbytes: int) -> None:
+    """Let only those pages of new memory become real that are touched, not the 2 MiB around them (NumPy wants these).
+
+    Args:
+        address: first byte.
+        nbytes: of the range.
+    """
+    if sys.platform == "linux" and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        first = address // mmap.PAGESIZE * mmap.PAGESIZE
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), mmap.MADV_NOHUGEPAGE)
