@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _NEAR = 50  # a known peak that exceeds the bound by less than one part in 50 is near enough
-_SLACK = 8  # steps that chains may end later
+_SLACKS = (8, 3, 1)  # steps that chains may end later, the first ones that fit are taken
 _VISITS = 900_000  # of neighbours in all tries: some 300 ms
 _FEW_VISITS = 60_000  # after which a peak near the bound will do
 _SLACK_VISITS = 15_000
@@ -76,7 +76,7 @@ def pack(chains: Sequence[Chain], known: int) -> list[int] | None:
     A kernel that computes several nodes at once (`ggjit.fusion`) reads later than the plan, made for single nodes, asks
     for. So a peak within 2 % of the bound is left as it is: best fit is kind to such kernels, as it spreads over the
     memory that the peak needs anyway. And where it costs nothing, what was read stays in place for some more steps
-    (`loosen`).
+    (`loosen`), for as many as a packing that meets the bound is found with.
 
     Args:
         chains: sizes are multiples of the alignment, so the offsets are too.
@@ -88,9 +88,11 @@ def pack(chains: Sequence[Chain], known: int) -> list[int] | None:
     bound = lower_bound(chains)
     if known - bound <= bound // _NEAR:
         return None
-    offsets, peak = _search(loosen(chains, bound, _SLACK), bound, _SLACK_VISITS)
-    if peak > bound:
-        offsets, peak = _search(chains, bound, _VISITS)
+    for slack in _SLACKS:
+        offsets, peak = _search(loosen(chains, bound, slack), bound, _SLACK_VISITS)
+        if peak <= bound:
+            return offsets
+    offsets, peak = _search(chains, bound, _VISITS)
     return offsets if peak < known else None
 
 

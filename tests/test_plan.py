@@ -16,12 +16,14 @@ from ggjit.alloc import GraphAllocator
 from ggjit.backend import BufferType, alloc_ctx_tensors, host_buffer_type
 from ggjit.dev import memory
 from ggjit.examples.gpt2.graph import graph_context
+from ggjit.fusion import Fused, Match
 from ggjit.gguf import GgufFile
 from ggjit.graph import Graph
 from ggjit.llm.hparams import architecture_of
 from ggjit.models.gpt2 import Sizes
 from ggjit.packing import Link, loosen, lower_bound, pack
 from ggjit.plan import Plan
+from ggjit.unbacked import UnbackedAllocator
 
 HOST = host_buffer_type()
 MODELS = Path(__file__).parent / "data" / "models"
@@ -158,6 +160,23 @@ def test_s70_planned_peaks_are_at_most_ggml_s() -> None:
     for n, peak in memory.GGML.items():
         plan, own = memory.planned(memory.GRAPHS["GPT-2 small", n]())
         assert plan.lower_bound() <= plan.sizes[0] <= peak and own > 12.9 * peak
+
+
+@pytest.mark.parametrize("name", [key for key in memory.GRAPHS if key[0] != "MLP 256-1024-256"])
+def test_plans_leave_every_fusion_possible(name: tuple[str, int]) -> None:
+    """What a fused step reads still lies there when it runs, and not under its result."""
+    dropped = []
+
+    class Counting(Match):
+        def _is_safe(self, fused: Fused) -> bool:
+            safe = super()._is_safe(fused)
+            if not safe:
+                dropped.append(fused.nodes)
+            return safe
+
+    graph = memory.GRAPHS[name]()
+    assert UnbackedAllocator(HOST).alloc_graph(graph)
+    assert len(Counting(graph).find()) > 30 and dropped == []
 
 
 # -- reasons -----------------------------------------------------------------------------------------------------------
