@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from ggjit.examples.gpt2.main_backend import n_tensors
 from ggjit.examples.gpt2.model_file import Headers
 from ggjit.gguf import GgufWriter
 from ggjit.graph import Graph, build
-from ggjit.llm.context import DecodeContext
+from ggjit.llm.context import DecodeContext, DecodeGraph
 from ggjit.llm.model import Model
 from ggjit.models.gpt2 import Gpt2, Sizes
 from ggjit.plan import Plan
@@ -149,14 +148,8 @@ def decode_graph(path: str | Path, n_tokens: int, n_kv: int, n_outputs: int = 1)
         n_kv: cells of the cache that it sees.
         n_outputs: tokens whose logits it gives.
     """
-    model = Model(path, repack=False, progress=False)
-    context = DecodeContext(model, n_kv, 1)
-    with mock.patch("ggjit.llm.context.lower", lambda *args, **options: None):
-        graph = context.graph(n_tokens, n_kv, n_outputs).graph
-    for t in (*graph.leafs, *graph.nodes):
-        if t.buffer is not None and t.buffer.usage == "compute":
-            t.data, t.buffer = 0, None
-    return graph
+    model = Model(path, no_alloc=True)
+    return DecodeGraph(DecodeContext(model, n_kv, 1), n_tokens, n_kv, n_outputs).graph
 
 
 def _decoder(shape: Shape, n_tokens: int) -> Graph:
