@@ -15,7 +15,7 @@ Source: ggml_backend_sched_split_graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -386,9 +386,7 @@ def split_graph(a: Assignments, max_inputs: int = MAX_SPLIT_INPUTS) -> Splits:
         if t.op.view:
             continue
         i, picked = a.ids[t], _picked_ids(a, t)
-        reason = _begins(a, t, split, here, max_inputs)
-        if not reason and picked is not None and root_of(picked) in made and InputCopy(_picked(t), i) not in here:
-            reason = "ids"
+        reason = _begins(a, t, split, here, made, max_inputs)
         if reason:
             split, made = Split(i, 0 if split is None else n, len(nodes), reason), set()
             if out.splits:
@@ -438,19 +436,21 @@ def _picked_ids(a: Assignments, t: Tensor) -> Tensor | None:
     return ids if weights.is_contiguous else None
 
 
-def _begins(a: Assignments, t: Tensor, split: Split | None, here: Mapping[InputCopy, int], max_inputs: int) -> str:
+def _begins(a: Assignments, t: Tensor, split: Split | None, here: Mapping[InputCopy, int], made: Set[Tensor],
+            max_inputs: int) -> str:  # fmt: skip
     """Why a node begins a new split; "" if it does not."""
     if split is None:
         return "first"
     i = split.backend_id
     if a.ids[t] != i:
         return "backend"
-    if not split.inputs:
-        return ""
     new = {s for s in t.src if s is not None and not a.reads(i, s) and InputCopy(s, i) not in here}
-    if any(a.is_weight(s) for s in new):
+    if split.inputs and any(a.is_weight(s) for s in new):
         return "weight"
-    return "inputs" if new and len(split.inputs) + len(new) > max_inputs else ""
+    picked = _picked_ids(a, t)
+    if picked is not None and root_of(picked) in made and _picked(t) in new:
+        return "ids"
+    return "inputs" if split.inputs and new and len(split.inputs) + len(new) > max_inputs else ""
 
 
 def graph_inputs(a: Assignments) -> dict[Tensor, list[int]]:

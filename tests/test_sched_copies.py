@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,8 +26,8 @@ N_EMBD, N_FF, N_EXPERT, N_USED = 32, 16, 10, 2
 
 @pytest.fixture(scope="module")
 def far() -> Iterator[ProcessDevice]:
-    """Takes every product with weights of the host's memory."""
-    made = ProcessDevice("far", offload_columns=1)
+    """Takes products of 3 tokens and more with weights of the host's memory."""
+    made = ProcessDevice("far", offload_columns=3)
     yield made
     made.close()
 
@@ -279,6 +280,8 @@ def test_a_stage_goes_on_while_the_next_one_is_busy() -> None:
     stages = [two_stages(first, second) for _ in range(2)]
     second.channel.wait()
     os.kill(second.pid, signal.SIGSTOP)
+    rescue = threading.Timer(30, os.kill, (second.pid, signal.SIGCONT))  # who waits for it would wait for ever
+    rescue.start()
     try:
         for value, (_, graph, x) in enumerate(stages, 1):
             sched.alloc_graph(graph)
@@ -286,6 +289,7 @@ def test_a_stage_goes_on_while_the_next_one_is_busy() -> None:
             assert sched.compute_async(graph)
             first.channel.wait()  # it is done with its part
     finally:
+        rescue.cancel()
         os.kill(second.pid, signal.SIGCONT)
     assert log == ["compute", "record"] * 2 and first.counts.runs == second.counts.runs == 2
     sched.synchronize()

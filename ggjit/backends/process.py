@@ -330,9 +330,9 @@ class ProcessBackend:
         return type is self.device.buffer_type()
 
     def offloads(self, node: Tensor) -> bool:
-        """Has the result as many columns as the device asks for?"""
+        """Has the result as many columns as the device asks for? Those of experts are counted by tokens."""
         least = self.device.offload_columns
-        return least is not None and node.ne[1] >= least
+        return least is not None and node.ne[1 if node.op.picks is None else 2] >= least
 
     def compute(self, graph: Graph, fuse: bool | None = None) -> None:
         """Let the child compute a graph; it is sent the first time, and again if its tensors moved.
