@@ -63,6 +63,15 @@ def test_innermost_loops_vector_arithmetic_first():
     assert loops_of("") == [] and loops_of("f:\n\tret\n") == []
 
 
+def test_arithmetic_on_one_lane_is_no_vector():
+    scalar = NESTED.replace("vfmadd231ps\t64(%rsi), %zmm0, %zmm1", "vfmadd231ss\t(%rsi), %xmm0, %xmm1").replace(
+        "vmovups\t(%rsi), %zmm0", "vmovss\t(%rsi), %xmm0"
+    )
+    assert [(loop.n_vector, loop.width) for loop in loops_of(scalar)] == [(0, 0)] * 2
+    dot = NESTED.replace("vfmadd231ps\t64(%rsi), %zmm0, %zmm1", "vpdpbusd\t(%rsi), %zmm0, %zmm1")
+    assert loops_of(dot)[0].n_vector == 1
+
+
 def test_cold_blocks_belong_to_their_loop():
     without_inner = NESTED.replace("\tjne\t.LBB0_2\n", "")
     loop = loops_of(without_inner)[0]

@@ -24,6 +24,9 @@ _JUMP = re.compile(r"^\s+(?:j\w+|b|b\.\w+|cbn?z|tbn?z)\s+(?:[^,]+,\s*)*(\.?L\w+)
 _END = re.compile(r"^\s+(?:jmp|b|ret\w*|ud2|br)\b(?!\.)")  # nothing falls through
 _NOISE = re.compile(r"^\s*(?:\.(?!L)|#|//)")  # directives and comments
 _VECTOR = re.compile(r"%([xyz])mm\d+|\b([vqz])\d+\b")
+_SCALAR = re.compile(
+    r"^v?(?:mov|add|sub|mul|div|sqrt|min|max|u?comi|fn?m(?:add|sub)\d{3}|cvt\w+2)s[sd]$"
+)  # one lane of x86
 _WIDTHS = {"x": 128, "y": 256, "z": 512, "v": 128, "q": 128}
 _MEMORY = re.compile(r"\(%r|\[x|\[sp")
 _MOVES = re.compile(r"^v?(?:p?mov|pbroadcast|broadcast|ldr|ldp|str|stp|ld1|st1)")
@@ -129,9 +132,9 @@ def loops_of(text: str) -> list[Loop]:
     for blocks, depth in flow.loops(set(range(len(flow.blocks)))):
         body = [line for k in blocks for line in lines[slice(*flow.blocks[k])]]
         code = [line for line in body if not _LABEL.match(line)]
-        registers = [m for line in code for m in _VECTOR.findall(line)]
-        width = max((_WIDTHS[x or a] for x, a in registers), default=0)
-        vector = [s for s in code if _VECTOR.search(s) and not _MOVES.match(s.split()[0])]
+        code_v = [line for line in code if _VECTOR.search(line) and not _SCALAR.search(line.split()[0])]
+        width = max((_WIDTHS[x or a] for line in code_v for x, a in _VECTOR.findall(line)), default=0)
+        vector = [line for line in code_v if not _MOVES.match(line.split()[0])]
         found.append(Loop(body, depth, width, len(vector), sum(bool(_MEMORY.search(s)) for s in code)))
     return sorted(found, key=lambda loop: (loop.n_vector == 0, -loop.depth, -loop.n_vector))
 
