@@ -154,7 +154,6 @@ ITEMS: dict[str, dict[int, str]] = {
     },
 }
 NOTES = {
-    91: "the cache lies in host memory",
     101: "AdamW and SGD are ops; L-BFGS is not there yet",
 }
 
