@@ -16,6 +16,7 @@ from ggjit import types
 from ggjit.alloc import Chunks, GraphAllocator
 from ggjit.backend import host_buffer_type
 from ggjit.backends.process import ProcessDevice
+from ggjit.dev import memory
 from ggjit.examples.gpt2.graph import LOGITS, graph_context
 from ggjit.plan import Plan
 from ggjit.sched import Scheduler
@@ -82,6 +83,11 @@ def test_what_fits_one_buffer_when_packed_is_not_cut() -> None:
         plan = GraphAllocator(Small(max_size)).measure(graph)
         check_chunks(plan, max_size)
         assert (len(plan.chunks[0]) == 1) == (max_size == whole.sizes[0])
+    graph = memory.GRAPHS["SmolLM2 135M", 32]()
+    whole = GraphAllocator(HOST).measure(graph)
+    assert whole.sizes[0] < whole.best_fit[0]
+    for max_size in (whole.sizes[0], whole.sizes[0] - 32, whole.sizes[0] // 2):
+        check_chunks(GraphAllocator(Small(max_size)).measure(graph), max_size)
 
 
 def test_a_graph_runs_in_chunks_which_grow_together() -> None:
@@ -122,7 +128,7 @@ def test_a_tensor_beyond_one_buffer_is_refused() -> None:
         GraphAllocator(Small(256)).reserve(graph)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def device() -> Iterator[ProcessDevice]:
     made = ProcessDevice()
     yield made
