@@ -46,7 +46,7 @@ def small() -> bytes:
     return gguf(entries, tensors, data, alignment=64)
 
 
-def test_values(write):
+def test_s97_values(write):
     with open_gguf(write(small())) as file:
         assert (file.version, file.alignment) == (3, 64)
         for kind, content in SCALARS:
@@ -174,7 +174,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_files(write, name):
+def test_s97_wrong_files(write, name):
     data, offset, message = WRONG[name]
     path = write(data)
     with pytest.raises(GgufError) as caught:

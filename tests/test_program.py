@@ -275,7 +275,7 @@ def test_a_program_runs_while_another_thread_holds_the_gil():
     assert seen == [3**11]
 
 
-def test_nothing_allocates():
+def test_s55_s106_nothing_allocates():
     for function in (*program_module.COMPILED, threadpool.worker, mix, take_chunks):
         assert undefined_symbols(function.compile()) == [], f"{function.name} could call an allocator"
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)

@@ -272,16 +272,10 @@ def test_s106_few_dependencies() -> None:
     assert len(tomllib.loads(text)["project"]["dependencies"]) == 3
 
 
-def test_s105_names_and_numbers_are_ggml_s() -> None:
+def test_s105_weights_have_llama_cpp_s_names() -> None:
     """The package `gguf` comes from where ggml is developed."""
-    theirs = {t.name: t.value for t in gguf.GGMLQuantizationType}
-    ours = {t.name: t.id for t in types.all_types() if t.id < types.FIRST_USER_ID}
-    assert {name: theirs[name] for name in ours if name in theirs} == {n: i for n, i in ours.items() if n in theirs}
-    assert len(set(theirs) - set(ours)) == 0 and len(ours) >= 35
-    for t in types.all_types():
-        if t.name in theirs and t.name != "Q8_1":  # a form of activations, of which the package has the old size
-            assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t.name]] == (t.blck_size, t.type_size)
     with gg.LLM(Path(__file__).parent / "data" / "models" / "llama-headdim.gguf", progress=False) as llm:
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, llm.model.hparams.n_layer)
-        for name in llm.model.weights:
-            assert names.get_name(name.removesuffix(".weight")) == name.removesuffix(".weight")
+        assert len(llm.model.weights) > 10
+        for name in (w.removesuffix(".weight") for w in llm.model.weights):
+            assert names.get_name(name) == name

@@ -24,7 +24,7 @@ def test_s104_cheat_sheet(name: str, id: int, bits: float) -> None:
     assert (t.id, 8 * t.type_size / t.blck_size) == (id, bits)
 
 
-def test_all_types_have_the_sizes_of_the_format() -> None:
+def test_s105_numbers_and_sizes_are_those_of_the_format() -> None:
     gguf = pytest.importorskip("gguf")
     sizes = {int(k): v for k, v in gguf.GGML_QUANT_SIZES.items()}
     names = {int(t): t.name for t in gguf.GGMLQuantizationType}
