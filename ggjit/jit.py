@@ -314,9 +314,7 @@ def intrinsic(function: Callable[..., Any]) -> Intrinsic:
 def kernel(function: Callable[..., Any]) -> Kernel: ...
 @overload
 def kernel(*, counter: bool = False, streams: bool = False) -> Callable[[Callable[..., Any]], Kernel]: ...
-def kernel(
-    function: Callable[..., Any] | None = None, *, counter: bool = False, streams: bool = False
-) -> Any:
+def kernel(function: Callable[..., Any] | None = None, *, counter: bool = False, streams: bool = False) -> Any:
     """Make a kernel of a function with the fixed signature (see Kernel).
 
     `@kernel(counter=True)` for one that shares work by the chunk counter in work[0:8], which must be 0 when it begins.

@@ -180,7 +180,7 @@ def lower_product(low, a: Tensor, b: Tensor, dst: Tensor, end=None, sources: tup
     else:
         columns = kernels.tile_columns(n)
         kernel = kernels.few_kernel(name, columns, packed, along, end)
-        work = kernels.few_work_size(a.type, a.ne[0], packed, low.n_threads, end)
+        work = kernels.few_work_size(a.type, packed, low.n_threads, end)
     y = lower_tiles(low, y, kernels.tile_width(name, columns, along))
     low.emit(kernel, dst, src=(a, y, *sources), work=work)
 

@@ -110,7 +110,7 @@ class Product:
             size = panel_kernels.many_work_size(self.type, k, packed, n_threads)
         else:
             kernel = panel_kernels.few_kernel(name, columns, packed, along)
-            size = panel_kernels.few_work_size(self.type, k, packed, n_threads)
+            size = panel_kernels.few_work_size(self.type, packed, n_threads)
         work = aligned(64 + size)
         nbytes = 4 * int(np.prod(self.out_ne))
         out = np.full(nbytes + 64, 7, np.uint8)

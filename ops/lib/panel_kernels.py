@@ -38,6 +38,7 @@ MIN_CHUNK = 8192  # bytes of weights that are worth a step of the counter
 SCRATCH = 256 << 10  # bytes of prepared panels, to stay in L2
 SLICE = {"F32": 256, "F16": 256, "BF16": 512}  # k of a slice; quantized types: QUANT_SLICE
 QUANT_SLICE = 1024
+PACKED_SLICE = 16 << 10  # bytes of a panel that is packed for few columns, to stay in L1
 
 
 class End(NamedTuple):
@@ -184,32 +185,47 @@ def few_kernel(type_name, columns, packed, along=1, end=None):
         along: dimension of src1 that columns lie along; 2 where each matrix has one column and several share weights.
         end: the `End`; with along 1.
     """
-    unit, nbytes, _, _, _, pack = weights(type_name)
+    unit, nbytes, row_nbytes, y_nbytes, _, pack = weights(type_name)
     per_row = columns if tile_width(type_name, columns, along) else 1
+    y_nbytes *= per_row
     if type_name in float_panel.UNITS:
         tile = float_panel.float_tile(type_name, columns, per_row > 1, panel.AHEAD if columns >= 3 else 0)
     else:
         tile = panel.panel_tile(type_name, columns)
+    slice_n = packed_units(nbytes)
+    slot = 0 if packed else slice_n * nbytes
     finish, is_pair, ends = end_row(end), end is not None and end.is_pair, end is not None
     second = 64 * FEW if is_pair else 0
 
     @jitted
-    def panel_address(src, src_ne, src_nb, at, p, n_rows, size, work, scratch):
-        """Where panel p, number `at` of all matrices, can be read."""
-        if packed:
-            return memory.address(src) + at * size
+    def multiply(src, src_ne, src_nb, at, p, work, scratch, y, y_nb, repeats, n_repeats, out, out2, out3, step, n_cols):
+        """Panel p, number `at` of all matrices, by n_cols columns of each matrix that shares it; results step apart."""
+        n_units = (src_ne[0] + unit - 1) // unit
+        n_rows, size, n_slice = src_ne[1] - 16 * p, n_units * nbytes, n_units + 1 if packed else slice_n
         matrix = at // ((src_ne[1] + 15) // 16)
         offs = matrix % src_ne[2] * src_nb[2] + matrix // src_ne[2] * src_nb[3] + 16 * p * src_nb[1]
-        pack(src, offs, src_nb[1], n_rows if n_rows < 16 else 16, work, scratch, src_ne[0])
-        return memory.address(work) + scratch
+        for first in range(0, n_units if n_units > 0 else 1, n_slice):  # without k the results are 0
+            n = n_slice if first + n_slice < n_units else n_units - first
+            w = memory.address(src) + at * size
+            if not packed:
+                k = n * unit if (first + n) * unit < src_ne[0] else src_ne[0] - first * unit
+                rows = n_rows if n_rows < 16 else 16
+                pack(src, offs + first * row_nbytes, src_nb[1], rows, work, scratch, k)
+                w = memory.address(work) + scratch
+            for j in range(n_repeats):
+                j2, j3 = j % repeats, j // repeats
+                y_j = y + j2 * y_nb[2] + j3 * y_nb[3] + first * y_nbytes
+                out_j = out + j2 * out2 + j3 * out3
+                for c in range(0, n_cols, columns):
+                    y_c, out_c = y_j + c // per_row * y_nb[along], out_j + c * step
+                    tile(w, y_c, y_nb[along], out_c, step, n, n_rows, n_cols - c, 1 if first else 0)
 
     @kernel(counter=True)
     def mul_mat_few(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, src3, src3_ne,
         src3_nb, op_params, work, ith, nth,
     ):  # fmt: skip
-        n_units = (src0_ne[0] + unit - 1) // unit
-        size = n_units * nbytes
+        size = (src0_ne[0] + unit - 1) // unit * nbytes
         n_panels = (src0_ne[1] + 15) // 16
         r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
         n_cols, repeats = dst_ne[1], r2
@@ -218,36 +234,35 @@ def few_kernel(type_name, columns, packed, along=1, end=None):
         total = n_panels * src0_ne[2] * src0_ne[3]
         least = (MIN_CHUNK + size - 1) // (size + 1)
         least = least if least > 1 else 1
-        u = 64 + ith * (second + (0 if packed else (size + 63) // 64 * 64))
-        scratch = u + second
+        u = 64 + ith * (second + slot)
         number, start, stop = next_chunk(work, -1, 0, 0, least, total, nth)
         while start < total:
             for at in range(start, stop):
                 p, matrix = at % n_panels, at // n_panels
-                i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
-                n_rows = src0_ne[1] - 16 * p
-                w = panel_address(src0, src0_ne, src0_nb, at, p, n_rows, size, work, scratch)
-                for j in range(repeats * r3):
-                    i2, i3 = i02 * r2 + j % repeats, i03 * r3 + j // repeats
-                    y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3]
-                    out = i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * p
-                    for c in range(0, n_cols, columns):
-                        y_c, out_c = y + c // per_row * src1_nb[along], memory.address(dst) + out + c * dst_nb[along]
-                        tile(w, y_c, src1_nb[along], out_c, dst_nb[along], n_units, n_rows, n_cols - c, 0)
-                    if is_pair:
-                        w = panel_address(src2, src2_ne, src2_nb, at, p, n_rows, size, work, scratch)
-                        for c in range(0, n_cols, columns):
-                            y_c, out_c = y + c // per_row * src1_nb[1], memory.address(work) + u + 64 * c
-                            tile(w, y_c, src1_nb[1], out_c, 64, n_units, n_rows, n_cols - c, 0)
-                    if ends:
-                        n = n_rows if n_rows < 16 else 16
+                i2, i3 = matrix % src0_ne[2] * r2, matrix // src0_ne[2] * r3
+                y = memory.address(src1) + i2 * src1_nb[2] + i3 * src1_nb[3]
+                out = i2 * dst_nb[2] + i3 * dst_nb[3] + 64 * p
+                multiply(
+                    src0, src0_ne, src0_nb, at, p, work, u + second, y, src1_nb, repeats, repeats * r3,
+                    memory.address(dst) + out, dst_nb[2], dst_nb[3], dst_nb[along], n_cols,
+                )  # fmt: skip
+                if is_pair:
+                    multiply(
+                        src2, src2_ne, src2_nb, at, p, work, u + second, y, src1_nb, 1, 1,
+                        memory.address(work) + u, 0, 0, 64, n_cols,
+                    )  # fmt: skip
+                if ends:
+                    n = src0_ne[1] - 16 * p
+                    n = n if n < 16 else 16
+                    for j in range(repeats * r3):
+                        j2, j3 = j % repeats, j // repeats
                         for c in range(n_cols):
-                            to = out + c * dst_nb[1]
+                            to = out + j2 * dst_nb[2] + j3 * dst_nb[3] + c * dst_nb[1]
                             if is_pair:
                                 finish(dst, to, n, work, u + 64 * c, work, u)
                             else:
-                                by2 = 64 * p + repeated_or_0(src2_ne, src2_nb, c, i2, i3)
-                                by3 = 64 * p + repeated_or_0(src3_ne, src3_nb, c, i2, i3)
+                                by2 = 64 * p + repeated_or_0(src2_ne, src2_nb, c, i2 + j2, i3 + j3)
+                                by3 = 64 * p + repeated_or_0(src3_ne, src3_nb, c, i2 + j2, i3 + j3)
                                 finish(dst, to, n, src2, by2, src3, by3)
             number, start, stop = next_chunk(work, number, start, stop, least, total, nth)
 
@@ -260,9 +275,15 @@ def repeated_or_0(ne, nb, i1, i2, i3):
     return rows.repeated(ne, nb, i1, i2, i3) if ne[0] > 0 else 0
 
 
-def few_work_size(type, ne00, packed, nth, end=None):
+def packed_units(nbytes):
+    """Panel units in a slice that is packed for few columns; whole lines."""
+    return max(PACKED_SLICE // nbytes // 2 * 2, 2)
+
+
+def few_work_size(type, packed, nth, end=None):
     """Scratch of `few_kernel` for nth threads, the counter's line not counted."""
-    size = 0 if packed else -(-panel_nbytes(type, ne00) // 64) * 64
+    nbytes = weights(type.name).nbytes
+    size = 0 if packed else packed_units(nbytes) * nbytes
     return nth * (size + (64 * FEW if end is not None and end.is_pair else 0))
 
 
