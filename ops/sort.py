@@ -21,6 +21,7 @@ from ggjit.tensor import Tensor, new_node
 
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
+vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__ = ["argsort", "top_k"]
 
@@ -95,6 +96,13 @@ def key_of(value, index, flip):
     if bits < 0:
         bits ^= 0x7FFFFFFF
     return (bits ^ flip) << 32 | index
+
+
+@jitted
+def value_of(key):
+    """The value that `key_of` with flip -1 made a key of."""
+    bits = ~(key >> 32)
+    return memory.f32_from_bits(np.int32(bits ^ 0x7FFFFFFF if bits < 0 else bits))
 
 
 @jitted
@@ -194,22 +202,30 @@ def rise(work, heap, i, key):
 
 @kernel
 def top_k_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
-    """The k smallest keys against the values, in a heap, then sorted."""
+    """The k smallest keys against the values, in a heap, then sorted.
+
+    Of 16 values of which none is above the worst in the heap, none belongs there: later equals come after it.
+    """
     n, k = src0_ne[0], dst_ne[0]
     histogram = COUNTER_LINE + (HISTOGRAM + 16 * k) * ith
     heap = histogram + HISTOGRAM
     first, last = rows.whole(dst_ne, ith, nth)
     i1, i2, i3 = rows.position(dst_ne, first)
     for _ in range(first, last):
-        at, worst = rows.offset(src0_nb, i1, i2, i3), np.int64(0)
-        for i in range(n):
-            key = key_of(memory.load_f32(src0, at + i * src0_nb[0]), i, np.int64(-1))
-            if i < k:
-                rise(work, heap, i, key)
-                worst = memory.load_i64(work, heap)
-            elif key < worst:
-                sink(work, heap, k, key)
-                worst = memory.load_i64(work, heap)
+        at = rows.offset(src0_nb, i1, i2, i3)
+        for i in range(k):
+            rise(work, heap, i, key_of(memory.load_f32(src0, at + i * src0_nb[0]), i, np.int64(-1)))
+        i = k
+        while i < n:
+            if src0_nb[0] == 4:
+                worst = value_of(memory.load_i64(work, heap))
+                while i + 16 <= n and vec.all_lanes(vec.load(src0, at + 4 * i) <= worst):
+                    i += 16
+            for j in range(i, i + 16 if i + 16 < n else n):
+                key = key_of(memory.load_f32(src0, at + j * src0_nb[0]), j, np.int64(-1))
+                if key < memory.load_i64(work, heap):
+                    sink(work, heap, k, key)
+            i += 16
         found = heap
         if k > FEW:
             found = sort_many(work, heap, heap + 8 * k, histogram, k, np.int64(0))

@@ -24,7 +24,7 @@ from ggjit.backend import devices as all_devices
 from ggjit.llm.batch import Batch
 from ggjit.llm.context import N_UBATCH, DecodeContext
 from ggjit.llm.model import Model
-from ggjit.llm.sampling import Sampler
+from ggjit.llm.sampling import Sampler, best_ids
 
 if TYPE_CHECKING:
     from ggjit.backend import Device
@@ -355,6 +355,7 @@ class LLM:
                 if n <= min(self.n_ctx, self.context.n_ubatch):
                     self.context.graph(n, cells.window(np.arange(n)), 1)
                     self.context.graph(n, cells.n_cells, n)  # long contexts share the cache among threads
+            best_ids(np.zeros(2, np.float32), 1)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,28 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ggjit.op import COUNTER_LINE
+
+_NO_PARAMS = np.zeros(16, np.int32)
+
+
+def best_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """The ids of the k largest logits, best first, of equals the lower id, by the kernel of the op top_k.
+
+    NumPy's partition of a vocabulary takes as long as a tenth of a small model's decode step.
+
+    Args:
+        logits: f32 [n_vocab].
+        k: 1 to n_vocab.
+    """
+    from ggjit.ops.sort import HISTOGRAM, top_k_f32
+
+    logits, ids = np.ascontiguousarray(logits, np.float32), np.empty(k, np.int32)
+    work = np.empty(COUNTER_LINE + HISTOGRAM + 16 * k, np.uint8)
+    shapes = ((k, 1, 1, 1), (4, 4 * k, 4 * k, 4 * k)), ((n := len(logits), 1, 1, 1), (4, 4 * n, 4 * n, 4 * n))
+    top_k_f32(ids.view(np.uint8), *shapes[0], logits.view(np.uint8), *shapes[1], _NO_PARAMS, work, 0, 1)
+    return ids.astype(np.int64)
+
 
 class Sampler:
     """A seeded sampler.
@@ -41,9 +63,7 @@ class Sampler:
     def probabilities(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens that may be chosen, best first, and their probabilities."""
         n = len(logits)
-        k = self.top_k if 0 < self.top_k < n else n
-        ids = np.argpartition(logits, n - k)[n - k :] if k < n else np.arange(n)
-        ids = ids[np.lexsort((ids, -logits[ids]))]
+        ids = best_ids(logits, self.top_k if 0 < self.top_k < n else n)
         values = logits[ids].astype(np.float64)
         p = np.exp(values - values[0])
         p /= p.sum()
