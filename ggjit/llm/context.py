@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ggjit import ops, types
 from ggjit.alloc import GraphAllocator
-from ggjit.backend import host_buffer_type, new_buffer
+from ggjit.backend import Buffer, BufferType, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
 from ggjit.graph import Graph, graph_overhead
 from ggjit.llm.batch import Batch
@@ -81,6 +81,8 @@ class DecodeGraph:
     def prepare(self, context: DecodeContext) -> DecodeGraph:
         """Make it ready to run."""
         if context.scheduler is None:
+            # The same tokens will see more of the cache: with room for its masks, the buffer stays.
+            context.allocator.room = 2 * self.n_tokens * (self.cache.n_cells - self.n_kv) * (1 + len(self._windows))
             context.allocator.alloc_graph(self.graph)
             self.executable: Executable = lower(self.graph, context.n_threads, scratch=context.scratch)
             self._bind()
@@ -190,6 +192,19 @@ class DecodeGraph:
         return result
 
 
+class _Allocator(GraphAllocator):
+    """Gives new buffers `room` beyond what is planned."""
+
+    room = 0
+
+    def _new_buffer(self, type: BufferType, size: int) -> Buffer:
+        return super()._new_buffer(type, size + self.room)
+
+
+class _UnbackedAllocator(_Allocator, UnbackedAllocator):
+    """The same without memory."""
+
+
 class DecodeContext:
     """A model at work: its KV cache and its graphs.
 
@@ -224,7 +239,7 @@ class DecodeContext:
             raise ValueError(f"DecodeContext: kv_type must be f16 or f32, got {kv_type.name.lower()}")
         self.model, self.n_threads, self.n_ubatch, self.n_ctx = model, n_threads, n_ubatch, n_ctx
         self.cache = self._new_cache(kv_type)
-        self.allocator = (UnbackedAllocator if model.no_alloc else GraphAllocator)(host_buffer_type())
+        self.allocator = (_UnbackedAllocator if model.no_alloc else _Allocator)(host_buffer_type())
         self.scratch, self._scratch_nbytes = Scratch(), 0
         self.reserved: dict[str, tuple[int, int]] = {}
         self._graphs: OrderedDict[tuple[int, int, int], DecodeGraph] = OrderedDict()
@@ -271,7 +286,7 @@ class DecodeContext:
                 n_splits = len(self.scheduler.split_graph(graph).splits)
                 self.scheduler.reserve(graph)
             else:
-                n_splits = 1
+                n_splits, self.allocator.room = 1, 0
                 self.allocator.alloc_graph(graph)
                 self._scratch_nbytes = max(self._scratch_nbytes, scratch_size(graph, self.n_threads))
             self.reserved[what] = len(graph.nodes), n_splits
