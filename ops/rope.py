@@ -427,7 +427,7 @@ def make_rope(kind, neighbours):
     """Kernel (a, table) for rows of a type, with pairs of neighbours or of halves."""
     row = rope_row(kind, neighbours)
 
-    @kernel
+    @kernel(streams=kind == "F32")
     def rope(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         first, last = rows.whole(dst_ne, ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)
