@@ -18,7 +18,7 @@ BEYOND_CACHES = 192 << 20  # bytes
 
 def _mul_mat(small: bool) -> Iterator[Shape]:
     k, m = (1024, 256) if small else (14336, 4096)
-    for kind in [t.name for t in types.all_types() if t.name in PLAIN or t.is_quantized]:
+    for kind in [t.name for t in types.all_types() if t.name in PLAIN or (t.quant is not None and t.quant.panel)]:
         rows = BEYOND_CACHES // types.row_size(types.by_name(kind), k) // 64 * 64
         if not small and rows > m:  # 4096 rows of few bits fit into large caches
             yield Shape(
