@@ -245,7 +245,7 @@ class Row:
         unit: of the samples: tokens/s, ms or MiB.
         samples: of each engine, one a turn.
         limit: "read" or "int8", or "" where none is looked at.
-        limit_rates: of each turn: GB/s or 10^9 operations a second.
+        limit_rates: beside ggjit in each turn: GB/s or 10^9 operations a second.
         need: bytes or operations of a token.
     """
 
@@ -457,18 +457,18 @@ def _tests(plan: Plan, ids: list[int]) -> list[_Test]:
 
 
 def _measure(crew: Crew, plan: Plan, test: _Test) -> Row:
-    """Turns of the limit and of all engines; the limit of a turn is the mean of the readings before and after it."""
+    """Turns of all engines; the limit of a turn is the mean of the readings just before and after ggjit's."""
     names = [name for name in crew.workers if name != LIMITS]
     row = Row(test.name, plan.threads, "tokens/s", {name: [] for name in names}, test.limit)
     cost = crew.ask(OURS, "cost", n_past=test.n_past)
     row.need = cost["flops"] if test.limit == "int8" else cost["weights"] + cost["kv"]
     for name in names:  # makes what is made once, and fills the cache to its depth
         crew.ask(name, **test.request)
-    before = crew.ask(LIMITS, "turn", kind=test.limit)["rate"]
     for turn in range(plan.turns):
         for name in _order(names, turn):
+            limit = [crew.ask(LIMITS, "turn", kind=test.limit)["rate"]] if name == OURS else []
             row.samples[name].append(test.n / crew.ask(name, **test.request)["seconds"])
-        after = crew.ask(LIMITS, "turn", kind=test.limit)["rate"]
-        row.limit_rates.append((before + after) / 2)
-        before = after
+            if limit:
+                limit.append(crew.ask(LIMITS, "turn", kind=test.limit)["rate"])
+                row.limit_rates.append(statistics.mean(limit))
     return row

@@ -488,4 +488,5 @@ def _parts(profiler: Any, total: float) -> list[tuple[str, float]]:
             times[where + name] = times.get(where + name, 0.0) + own
     scale = total / max(sum(times.values()), 1e-12)
     best = sorted(times.items(), key=lambda item: -item[1])[:PARTS]
-    return [(name, scale * own) for name, own in best]
+    rest = sum(times.values()) - sum(own for _, own in best)
+    return [(name, scale * own) for name, own in [*best, (f"{len(times) - len(best)} others", rest)]]
