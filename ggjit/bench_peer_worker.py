@@ -49,8 +49,8 @@ class Engine:
         """Drop the cache from a position on."""
         raise NotImplementedError
 
-    def cost(self, n_past: int) -> tuple[int, int, float]:
-        """Of a token: bytes of weights, bytes of keys and values of `n_past` tokens, operations in products."""
+    def cost(self, n_past: int, n: int) -> tuple[int, int, float]:
+        """Bytes of weights of a token, of keys and values of `n_past` tokens; operations in a prefill of n tokens."""
         raise NotImplementedError
 
     def turn(self, kind: str) -> float:
@@ -105,13 +105,13 @@ class Ggjit(Engine):
         """Drop the cache from a position on."""
         self._context.cache.remove(0, first)
 
-    def cost(self, n_past: int) -> tuple[int, int, float]:
-        """Of a token: bytes of weights, bytes of keys and values of `n_past` tokens, operations in products."""
+    def cost(self, n_past: int, n: int) -> tuple[int, int, float]:
+        """Bytes of weights of a token, of keys and values of `n_past` tokens; operations in a prefill of n tokens."""
         from ggjit.bench_peers import kv_nbytes
-        from ggjit.cli.bench import token_cost
+        from ggjit.cli.bench import prefill_flops, token_cost
 
-        nbytes, flops = token_cost(self._llm)
-        return nbytes, kv_nbytes(self._context, n_past), flops
+        self.cut(0)
+        return token_cost(self._llm)[0], kv_nbytes(self._context, n_past), prefill_flops(self._llm, n)
 
 
 class _Llama(Engine):
@@ -305,8 +305,8 @@ def _turn(engine: Engine, kind: str) -> dict[str, Any]:
     return {"rate": engine.turn(kind)}
 
 
-def _cost(engine: Engine, n_past: int) -> dict[str, Any]:
-    return dict(zip(("weights", "kv", "flops"), engine.cost(n_past), strict=True))
+def _cost(engine: Engine, n_past: int, n: int) -> dict[str, Any]:
+    return dict(zip(("weights", "kv", "flops"), engine.cost(n_past, n), strict=True))
 
 
 REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {

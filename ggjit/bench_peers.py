@@ -460,8 +460,8 @@ def _measure(crew: Crew, plan: Plan, test: _Test) -> Row:
     """Turns of all engines; the limit of a turn is the mean of the readings just before and after ggjit's."""
     names = [name for name in crew.workers if name != LIMITS]
     row = Row(test.name, plan.threads, "tokens/s", {name: [] for name in names}, test.limit)
-    cost = crew.ask(OURS, "cost", n_past=test.n_past)
-    row.need = cost["flops"] if test.limit == "int8" else cost["weights"] + cost["kv"]
+    cost = crew.ask(OURS, "cost", n_past=test.n_past, n=test.n)
+    row.need = cost["flops"] / test.n if test.limit == "int8" else cost["weights"] + cost["kv"]
     for name in names:  # makes what is made once, and fills the cache to its depth
         crew.ask(name, **test.request)
     for turn in range(plan.turns):

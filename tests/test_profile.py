@@ -11,7 +11,7 @@ import pytest
 
 import ggjit as gg
 from ggjit import cli
-from ggjit.cli.bench import token_cost
+from ggjit.cli.bench import prefill_flops, token_cost
 from ggjit.limits import Meter
 from ggjit.profile import profile
 
@@ -76,6 +76,9 @@ def test_prefill_in_several_ubatches_adds_up(llm):
     first, all_ = 64 * 65 // 2, n * (n + 1) // 2  # without an output the last of 2 layers only fills the cache
     assert attention.flops == pytest.approx(attention_flops(llm, all_ - first) + attention_flops(llm, first) / 2)
     assert not p.python_us
+    products = sum(line.flops for line in p.lines if "mul_mat" in line.op and "sources" not in line.op)
+    assert products == pytest.approx(prefill_flops(llm, n), rel=0.05)
+    assert prefill_flops(llm, n) < n * token_cost(llm)[1] and prefill_flops(llm, 1) == token_cost(llm)[1]
 
 
 def test_results_do_not_change_while_recorded(llm):

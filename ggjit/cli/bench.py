@@ -41,7 +41,7 @@ class Row:
         read_gb_per_second: plain reads beside each repetition (generation).
         int8_gop_per_second: int8 peak beside each repetition (prefill).
         weight_nbytes: bytes of the file that a token needs.
-        gop_per_token: operations in the products of a token, without attention.
+        gop_per_token: operations in products, without attention; of prefill the mean, with the last token's output.
     """
 
     test: str
@@ -119,7 +119,7 @@ def bench_llm(path: str | Path, threads: int, args: argparse.Namespace) -> list[
         ids = np.random.default_rng(0).integers(0, llm.model.n_vocab, n_ctx).tolist()
         for kind, lengths in (("pp", args.n_prompt), ("tg", args.n_gen)):
             for n in filter(None, lengths):
-                row = Row(f"{kind}{n}", threads, nbytes, flops / 1e9)
+                row = Row(f"{kind}{n}", threads, nbytes, (prefill_flops(llm, n) / n if kind == "pp" else flops) / 1e9)
                 work = _prefill(llm, ids[:n]) if kind == "pp" else _generate(llm, ids[:n])
                 _measure(row, n, work, meter, args.repetitions)
                 rows.append(row)
@@ -170,3 +170,13 @@ def token_cost(llm: LLM) -> tuple[int, float]:
                 if s is not None and s.name in llm.model.weights and s.nrows == 1:
                     weights[s] = s.nbytes
     return sum(weights.values()), flops
+
+
+def prefill_flops(llm: LLM, n: int) -> float:
+    """Operations in products that a prefill of n tokens from an empty cache takes: logits are those of the last one."""
+    context, flops = llm.context, 0.0
+    for at in range(0, n, context.n_ubatch):
+        end = min(at + context.n_ubatch, n)
+        graph = context.graph(end - at, context.cache.window(np.arange(end)), int(end == n)).graph
+        flops += sum(node.op.flops_for(node) for node in graph.nodes if node.op.name in ("mul_mat", "mul_mat_id"))
+    return flops
