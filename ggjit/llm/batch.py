@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+_TRUE = np.ones(1, np.bool_)
+_TRUE.flags.writeable = False
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -39,6 +42,9 @@ class Batch:
             TypeError: the ids are no whole numbers.
             ValueError: one does not fit 32 bits.
         """
+        if type(tokens) is list and len(tokens) == 1 and type(id := tokens[0]) is int and 0 <= id < 1 << 31:
+            array = np.array([id, first, seq], np.int32)  # the step of a generation, at the least cost
+            return cls(array[:1], array[1:2], array[2:], _TRUE if outputs != "none" else ~_TRUE)
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(
@@ -54,12 +60,23 @@ class Batch:
         return cls(ids.astype(np.int32), pos, np.full(n, seq, np.int32), output)
 
     @property
+    def id_range(self) -> tuple[int, int]:
+        """The lowest and the highest id; 0, 0 without tokens."""
+        if len(self.tokens) < 2:
+            id = int(self.tokens[0]) if len(self.tokens) else 0
+            return id, id
+        return int(self.tokens.min()), int(self.tokens.max())
+
+    @property
     def n_tokens(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
 
     def ubatches(self, n_ubatch: int) -> Iterator[Batch]:
         """The batch in pieces of at most `n_ubatch` tokens."""
+        if 0 < self.n_tokens <= n_ubatch:
+            yield self
+            return
         for i in range(0, self.n_tokens, n_ubatch):
             s = slice(i, i + n_ubatch)
             yield Batch(self.tokens[s], self.pos[s], self.seq[s], self.output[s])

@@ -21,6 +21,7 @@ from ggjit.context import Context, tensor_overhead
 from ggjit.graph import Graph, graph_overhead
 from ggjit.llm.batch import Batch
 from ggjit.llm.kv_cache import PAD, KVCache
+from ggjit.llm.masks import fill_mask
 from ggjit.lower import Executable, Scratch, lower, scratch_size
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 N_UBATCH = 512
 MAX_GRAPHS = 12  # shapes kept ready
 GRAPH_SIZE = 8192
-_MASKED = np.uint16(0xFC00)  # -inf as f16
 
 
 class DecodeGraph:
@@ -98,10 +98,11 @@ class DecodeGraph:
         inputs = [self.tokens, self.pos, self.cells, self.out_ids]
         if self._rows is not None:
             self._row_bytes = self._rows[0].bytes().reshape(self.n_tokens, -1)
+            self._row_ids = np.arange(self.n_tokens, dtype=np.int32)
             inputs.append(self._rows[1])
         self._inputs = {t: t.numpy() for t in inputs if t in known}
-        masks = [(None, self.mask), *self._windows.items()]
-        self._masks = {w: t.numpy()[0, 0].view(np.uint16) for w, t in masks if t in known}
+        masks = [(0, self.mask), *self._windows.items()]
+        self._masks = [(w, t.data) for w, t in masks if t in known]
         on_host = self.logits is not None and self.logits.buffer is not None and self.logits.buffer.type.is_host
         self._result = self.logits.numpy()[0, 0] if self.logits is not None and on_host else None
 
@@ -175,14 +176,13 @@ class DecodeGraph:
         if self._rows is not None:
             _, numbers, source = self._rows
             source.read(batch.tokens.tolist(), self._row_bytes)
-            values[numbers] = np.arange(self.n_tokens, dtype=np.int32)
+            values[numbers] = self._row_ids
         for t, view in self._inputs.items():
             view[...] = values[t]
-        cell_pos, cell_seq = self.cache.pos[: self.n_kv], self.cache.seq[: self.n_kv]
-        hidden = (cell_pos > batch.pos[:, None]) | (cell_seq != batch.seq[:, None])
-        for window, mask in self._masks.items():
-            outside = hidden if window is None else hidden | (cell_pos <= batch.pos[:, None] - window)
-            np.multiply(outside, _MASKED, out=mask, casting="unsafe")
+        of_tokens = [np.ascontiguousarray(a, np.int32) for a in (batch.pos, batch.seq)]
+        addresses = *self.cache.addresses, *(int(a.__array_interface__["data"][0]) for a in of_tokens)
+        for window, mask in self._masks:
+            fill_mask(mask, self.n_kv, self.n_tokens, *addresses, window)
         (self._scheduled or self.executable).run(callback)
 
     def result(self) -> NDArray[np.float32]:
@@ -340,12 +340,15 @@ class DecodeContext:
         self._graphs.move_to_end(key)
         return found
 
-    def decode(self, batch: Batch, callback: Callable[[Tensor], bool] | None = None) -> NDArray[np.float32]:
+    def decode(
+        self, batch: Batch, callback: Callable[[Tensor], bool] | None = None, copy: bool = True
+    ) -> NDArray[np.float32]:
         """Compute a batch; its keys and values stay in the cache.
 
         Args:
             batch: tokens.
             callback: see `Executable.run`.
+            copy: False gives the logits of the last ubatch alone, as a view that the next call may overwrite.
 
         Returns:
             Logits of the tokens with `output` set, f32 [n, n_vocab].
@@ -354,7 +357,8 @@ class DecodeContext:
             ValueError: a token id is out of range, or the cache is too full; nothing is computed then.
         """
         n_vocab = self.model.n_vocab
-        if batch.n_tokens and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < n_vocab:
+        lowest, highest = batch.id_range
+        if not 0 <= lowest <= highest < n_vocab:
             bad = next(t for t in batch.tokens.tolist() if not 0 <= t < n_vocab)
             raise ValueError(f"decode: token ids must be in [0, {n_vocab}), got {bad}")
         if batch.n_tokens > self.n_ctx - self.cache.n_used:
@@ -362,7 +366,7 @@ class DecodeContext:
                 f"decode: tokens must fit the context of {self.n_ctx}, "
                 f"got {batch.n_tokens} with {self.cache.n_used} in use"
             )
-        results = np.empty((int(np.count_nonzero(batch.output)), n_vocab), np.float32)
+        results = np.empty((np.count_nonzero(batch.output) if copy else 0, n_vocab), np.float32)
         at = 0
         for u in batch.ubatches(self.n_ubatch):
             n_outputs = int(np.count_nonzero(u.output))
@@ -372,9 +376,11 @@ class DecodeContext:
             try:
                 graph.run(u, cells, callback)
             except BaseException:
-                self.cache.pos[cells] = self.cache.seq[cells] = -1
+                self.cache.free(cells)
                 raise
-            if n_outputs:
+            if not copy:
+                results = graph.result() if n_outputs else results
+            elif n_outputs:
                 results[at : at + n_outputs] = graph.result()
                 at += n_outputs
         return results

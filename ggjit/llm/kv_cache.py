@@ -37,6 +37,8 @@ class KVCache:
         v: for each layer [n_embd_v, n_cells].
         pos: position of each cell's token, -1 if the cell is free.
         seq: sequence of each cell's token, -1 if the cell is free.
+        addresses: of `pos` and `seq`.
+        n_used: cells in use.
         buffers: that hold them, by their types.
         nbytes: bytes of keys and values.
     """
@@ -69,11 +71,8 @@ class KVCache:
         self.nbytes = sum(b.size for b in self.buffers.values())
         self.pos = np.full(n_cells, -1, np.int32)
         self.seq = np.full(n_cells, -1, np.int32)
-
-    @property
-    def n_used(self) -> int:
-        """Cells in use."""
-        return int(np.count_nonzero(self.pos >= 0))
+        self.addresses = self.pos.ctypes.data, self.seq.ctypes.data
+        self.n_used = self._end = 0
 
     def find_cells(self, n: int) -> NDArray[np.int64]:
         """The first `n` free cells.
@@ -81,6 +80,9 @@ class KVCache:
         Raises:
             ValueError: fewer are free.
         """
+        end = self._end
+        if self.n_used == end and end + n <= self.n_cells:
+            return np.arange(end, end + n)
         free = np.flatnonzero(self.pos < 0)[:n]
         if len(free) < n:
             raise ValueError(f"decode: tokens must fit the context of {self.n_cells}, got {n} with {len(free)} free")
@@ -88,24 +90,32 @@ class KVCache:
 
     def window(self, cells: NDArray[np.int64]) -> int:
         """How many cells a graph must see: all in use and `cells`, rounded up so that few graphs serve all lengths."""
-        last = max(int(cells.max(initial=-1)), int(np.flatnonzero(self.pos >= 0).max(initial=-1))) + 1
+        last = max(int(cells[-1]) + 1 if len(cells) else 0, self._end)
         n = min(PAD, self.n_cells)
         while n < last:
             n *= 2
         return min(n, self.n_cells)
 
     def take(self, cells: NDArray[np.int64], pos: NDArray[np.int32], seq: NDArray[np.int32]) -> None:
-        """Note that `cells` hold tokens at `pos` of `seq`."""
+        """Note that `cells`, which were free, hold tokens at `pos` of `seq`."""
         self.pos[cells], self.seq[cells] = pos, seq
+        self.n_used += len(cells)
+        self._end = max(self._end, int(cells[-1]) + 1) if len(cells) else self._end
+
+    def free(self, cells: NDArray[np.int64] | NDArray[np.bool_]) -> None:
+        """Free cells, given by number or as a mask of all."""
+        self.pos[cells] = self.seq[cells] = -1
+        used = np.flatnonzero(self.pos >= 0)
+        self.n_used, self._end = len(used), int(used[-1]) + 1 if len(used) else 0
 
     def remove(self, seq: int, first: int = 0) -> None:
         """Free the cells of a sequence from position `first` on."""
-        gone = (self.seq == seq) & (self.pos >= first)
-        self.pos[gone] = self.seq[gone] = -1
+        self.free((self.seq == seq) & (self.pos >= first))
 
     def clear(self) -> None:
         """Free all cells."""
         self.pos[:] = self.seq[:] = -1
+        self.n_used = self._end = 0
 
     def tensors(self, il: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer."""

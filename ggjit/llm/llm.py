@@ -267,16 +267,14 @@ class LLM:
             return
         with self._lock:
             turn = self._begin(ids)
-            logits = self._append(ids[len(self._ids) :])
-        for i in range(count):
-            token = sampler(logits)
-            yield token
-            if i + 1 == count:
-                return
+            token = sampler(self._append(ids[len(self._ids) :]))
+        yield token
+        for _ in range(count - 1):
             with self._lock:
                 if turn != self._turn:
                     raise RuntimeError("generate: the model must not be used by another call in between, got one")
-                logits = self._append([token])
+                token = sampler(self._append([token]))
+            yield token
 
     def _check_open(self) -> None:
         if self._closed:
@@ -292,10 +290,10 @@ class LLM:
         return self._turn
 
     def _append(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Decode more tokens of the sequence; the logits of the last."""
+        """Decode more tokens of the sequence; the logits of the last, which the next call may overwrite."""
         first = len(self._ids)
         try:
-            logits = self.context.decode(Batch.of(ids, first))
+            logits = self.context.decode(Batch.of(ids, first), copy=False)
         except BaseException:
             self.context.cache.remove(0, first)
             raise
