@@ -7,7 +7,6 @@ import tomllib
 import weakref
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from gpt2_headers import SMALL, TINY, Gpt2Headers, f16_matrices, f32, gpt2
@@ -275,6 +274,7 @@ def test_s106_few_dependencies() -> None:
 def test_s105_weights_have_llama_cpp_s_names() -> None:
     """The package `gguf` comes from where ggml is developed."""
     with gg.LLM(Path(__file__).parent / "data" / "models" / "llama-headdim.gguf", progress=False) as llm:
+        gguf = pytest.importorskip("gguf")
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, llm.model.hparams.n_layer)
         assert len(llm.model.weights) > 10
         for name in (w.removesuffix(".weight") for w in llm.model.weights):
