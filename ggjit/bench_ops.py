@@ -218,8 +218,9 @@ class Bench:
             self.graph = Graph(64).build_forward_expand(self.node)
         self._dim, cut = self._sample()
         n = 1 if self._dim == 4 else self.node.ne[self._dim]
-        # Not evenly spaced: repeated rows would be met at the same phase again and again.
-        self._indices = np.sort(np.random.default_rng(seed).choice(n, min(n, N_SAMPLES), replace=False))
+        # The last, and others not evenly spaced: repeated rows would be met at the same phase again and again.
+        others = np.random.default_rng(seed).choice(n - 1, min(n, N_SAMPLES) - 1, replace=False)
+        self._indices = np.sort(np.append(others, n - 1))
         self.want = self._reference(cut)
         self.weight_rows = {leaf.tensor: leaf.rows for leaf in self.leafs.made if not _is_host(leaf.tensor)}
         self.leafs.made.clear()
