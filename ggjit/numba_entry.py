@@ -46,11 +46,23 @@ U8, I64_ARRAY, I32_ARRAY = (types.Array(t, 1, "C") for t in (types.uint8, types.
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 RECORD_SIZE, NE_AT, NB_AT, PARAMS_AT, SRC_AT, DATA_AT = 336, 16, 48, 84, 152, 248  # offsets in a tensor's record
 _DEFINITION = re.compile(r"^(define [^\n]*?)( #\d+)? \{$", re.MULTILINE)
+_WHOLE = re.compile(r"llvm\.x86\.avx512[\w.]*\.512\b")
 _HALVED = '"prefer-vector-width"="256" "min-legal-vector-width"="0"'
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 
 
 # --- Numba's compiler, ending at LLVM IR ------------------------------------------------------------------------------
+
+
+def _halve(module: Any, name: str) -> Any:
+    """The module with its 512-bit vectors split in two; done after the passes, since inlining would widen it again."""
+    text = str(module)
+    if found := _WHOLE.search(text):  # LLVM cannot split it, and would end the process
+        raise TypeError(
+            f"{name}: a kernel with streams=True must not use what exists for 512 bits only (vec.exp and its like), "
+            f"got {found[0]}"
+        )
+    return llvm.parse_assembly(_DEFINITION.sub(rf"\1 {_HALVED}\2 {{", text))
 
 
 class _Library(codegen.CPUCodeLibrary):
@@ -84,8 +96,8 @@ class _Library(codegen.CPUCodeLibrary):
         tuning.loop_vectorization, tuning.slp_vectorization = True, False
         builder = llvm.create_pass_builder(machine, tuning)
         builder.getModulePassManager().run(module, builder)
-        if halved:  # after the passes: inlining would widen it again
-            module = llvm.parse_assembly(_DEFINITION.sub(rf"\1 {_HALVED}\2 {{", str(module)))
+        if halved:
+            module = _halve(module, name)
         return machine.emit_assembly(module) if assembly else machine.emit_object(module)
 
 
