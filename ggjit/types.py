@@ -44,9 +44,9 @@ class Type:
 
     @property
     def quant(self) -> Quant | None:
-        """The code of a block type, None while none is registered."""
-        if self._quant is None and self.is_quantized:
-            importlib.import_module("ggjit.ops.quants")
+        """The code of a block type: that of ggml's types is imported when it is first asked for."""
+        if self._quant is None and self.is_quantized and self.id < FIRST_USER_ID:
+            importlib.import_module(f"ggjit.ops.quants.{self.name.lower()}")
         return self._quant
 
     @property
