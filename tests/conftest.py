@@ -54,12 +54,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if "test_ops.py" in collected:
         kernels += warm.case_kernels()
-    if "test_reference_runner.py" in collected:
+    full = os.environ.get("GGJIT_FULL_TESTS")
+    if "test_reference_runner.py" in collected and full:
         for path in sorted(SMALL_CASES.glob("*.npz")):
             kernels += reference_ops.kernels(path, (1, 3))
     if "test_panels.py" in collected:
-        full = os.environ.get("GGJIT_FULL_TESTS")
-        kernels += warm.product_kernels([(8, True), (None, True), *([(3, False), (None, False)] if full else [])])
+        panels = sys.modules["test_panels"]
+        kernels += warm.product_kernels(panels.TYPES if full else panels.QUICK_TYPES, {v[:2] for v in panels.VARIANTS})
     warm.compile_together(kernels)
 
 

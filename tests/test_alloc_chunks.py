@@ -135,6 +135,7 @@ def device() -> Iterator[ProcessDevice]:
     made.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n_copies", [1, 2])
 def test_chunks_on_a_device(device: ProcessDevice, n_copies: int) -> None:
     """GPT-2 whose results lie in many small buffers of another process: the same bits."""

@@ -44,6 +44,7 @@ def test_json_names_op_shape_rates_and_limit(quick, capsys):
     assert len(row["shares"]) == 5 and row["n_checked"] == n and row["error"] < 1e-7
 
 
+@pytest.mark.full
 def test_table_has_a_line_for_each_shape(quick, capsys):
     assert cli.main(["bench", "ops", "--op", "mul_mat", "--type", "Q8_0", "--small", "--turns", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -99,6 +99,7 @@ def run(*words: str) -> int:
     return cli.main(["bench", "peers", str(MODEL), "-t", "1", "-r", "1", *lengths, *buffer, *words])
 
 
+@pytest.mark.full
 def test_all_rows_of_all_engines(fake, capsys):
     assert run("--peer", fake, "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -117,6 +118,7 @@ def test_all_rows_of_all_engines(fake, capsys):
     assert check["n_decided"] == check["n"]
 
 
+@pytest.mark.full
 def test_other_logits_are_an_error_and_options_are_set(fake, capsys, monkeypatch):
     monkeypatch.setattr(bench_peers, "_starts", lambda plan, pythons: [])
     assert run("--peer", fake, "--peer-option", "llama_cpp.use_extra_bufts=1") == 1

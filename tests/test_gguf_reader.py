@@ -333,7 +333,7 @@ print(loaded, refused)
 """
 
 
-@pytest.mark.parametrize("name", ["small", "llama"])
+@pytest.mark.parametrize("name", ["small", pytest.param("llama", marks=pytest.mark.full)])
 def test_damage(write, name):
     data = small() if name == "small" else (Path(__file__).parent / "data/vocab/llama.gguf").read_bytes()
     path = write(data)

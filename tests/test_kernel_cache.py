@@ -268,6 +268,7 @@ print(len(children), len(stored) < 20, [f(3) for f in made] == [3 * k for k in r
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
 def test_kernels_compile_in_several_processes(tmp_path):
     assert run(PARALLEL.format(broken=False), tmp_path / "good") == ["2", "True", "True"]

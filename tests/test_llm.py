@@ -35,7 +35,11 @@ def llm():
         yield model
 
 
-@pytest.mark.parametrize(("name", "limit", "trace_limit"), FLOAT, ids=[f[0] for f in FLOAT])
+@pytest.mark.parametrize(
+    ("name", "limit", "trace_limit"),
+    [FLOAT[0], *(pytest.param(*f, marks=pytest.mark.full) for f in FLOAT[1:])],
+    ids=[f[0] for f in FLOAT],
+)
 def test_logits_and_traces_of_float_models(name, limit, trace_limit):
     want = reference(name)
     with load(name) as llm:
@@ -59,7 +63,7 @@ def test_quantized_model_is_as_near_to_exact_as_llama_cpp():
     assert np.sum((got - exact) ** 2) / np.sum(exact**2) <= 1.1 * spread
 
 
-@pytest.mark.parametrize("name", ["llama-headdim", "llama-q.Q4_1"])
+@pytest.mark.parametrize("name", [pytest.param("llama-headdim", marks=pytest.mark.full), "llama-q.Q4_1"])
 def test_bits_do_not_depend_on_threads_batches_or_repacking(name):
     ids = reference(name)["long_ids"]
     with load(name, n_threads=1) as llm:

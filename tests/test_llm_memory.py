@@ -67,7 +67,9 @@ def ids_of(name):
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama-headdim", "llama-q.Q4_1", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama-q.Q4_1", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama-headdim", "gpt2"))]
+)
 def test_s86_s91_results_have_the_same_bits_wherever_layers_are(name: str, device: ProcessDevice) -> None:
     ids = ids_of(name)[:40]
     with load(name) as llm:
@@ -185,7 +187,7 @@ def test_memory_of_the_cpu_is_known_before(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["llama-headdim", "llama-q.Q4_1"])
+@pytest.mark.parametrize("name", [pytest.param("llama-headdim", marks=pytest.mark.full), "llama-q.Q4_1"])
 @pytest.mark.parametrize("where", PLACES)
 def test_memory_of_devices_is_known_before(name: str, where: str, device: ProcessDevice) -> None:
     """The device itself tells what it holds; scratch is made when it computes the largest graph."""

@@ -33,7 +33,9 @@ def compute(node, n_threads=2):
     return node.numpy().copy()
 
 
-@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q6_K"])
+@pytest.mark.parametrize(
+    "name", ["F32", "Q4_0", *(pytest.param(n, marks=pytest.mark.full) for n in ("F16", "BF16", "Q6_K"))]
+)
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
 def test_panel_buffer(name, n_tokens):
     """Weights packed at load give the bits of weights packed on the way."""

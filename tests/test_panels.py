@@ -19,6 +19,8 @@ from ggjit.ops.lib import float_panel, panel_activations, panel_kernels
 
 FLOATS = tuple(float_panel.UNITS)
 TYPES = (*FLOATS, *(t.name for t in types.all_types() if t.has_panel))
+QUICK_TYPES = (*FLOATS, "Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ2_XS", "IQ4_XS", "MXFP4", "TQ1_0")
+EVERY_TYPE = [n if n in QUICK_TYPES else pytest.param(n, marks=pytest.mark.full) for n in TYPES]
 NO_PARAMS = np.zeros(16, np.int32)
 ABSENT = (None, (0, 0, 0, 0), (0, 0, 0, 0)) * 2  # src2 and src3 of few_kernel, for what follows a product
 
@@ -159,7 +161,7 @@ QUICK = [(8, True, 3), (None, True, 2)]
 VARIANTS = [*QUICK, (3, False, 2), (None, True, 1), (None, False, 2)] if os.environ.get("GGJIT_FULL_TESTS") else QUICK
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", EVERY_TYPE)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_values_and_same_bits(name, size):
     """Every kernel gives the same bits: columns, panels or rows, threads; and what float64 gives."""

@@ -65,6 +65,7 @@ def test_generation_adds_up(llm):
     assert graph.executable.program.ticks is None
 
 
+@pytest.mark.full
 def test_prefill_in_several_ubatches_adds_up(llm):
     n = 70
     p = profile(llm, n_prompt=n, turns=2)

@@ -287,6 +287,7 @@ def test_rows_errors():
         quantize_rows(types.I8, np.zeros((1, 256), np.float32))
 
 
+@pytest.mark.full
 def test_made_model_runs(tmp_path):
     import ggjit as gg
 

@@ -119,6 +119,7 @@ def test_a_missing_path_is_an_error(tmp_path):
         reference_module.run_paths([tmp_path / "nothing"])
 
 
+@pytest.mark.full
 def test_small_cases(capsys):
     """What has code must agree; the cases cover every op and every block type."""
     tally = reference_module.run_paths([SMALL])

@@ -42,12 +42,12 @@ def case_kernels() -> list[Kernel]:
     return found
 
 
-def product_kernels(variants: Iterable[tuple[int | None, bool]]) -> list[Kernel]:
-    """Kernels of products for every type of weights: columns of the tile (None: for many), and whether it is packed."""
-    from ggjit.ops.lib import float_panel, panel_kernels
+def product_kernels(names: Iterable[str], variants: Iterable[tuple[int | None, bool]]) -> list[Kernel]:
+    """Kernels of products for types of weights: columns of the tile (None: for many), and whether it is packed."""
+    from ggjit.ops.lib import panel_kernels
 
     found: list[Kernel] = []
-    for name in (*float_panel.UNITS, *(t.name for t in types.all_types() if t.has_panel)):
+    for name in names:
         found.append(panel_kernels.pack_kernel(name))
         for columns, packed in variants:
             many = columns is None
