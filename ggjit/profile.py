@@ -173,7 +173,8 @@ class Profile:
         """What is measured, the limits, and where Python's time goes, in lines of text."""
         limits = self.limits
         threads, rate = f"{self.threads} thread{'s' * (self.threads > 1)}", self.n_tokens / self.wall
-        cost = f"recording took {100 * (self.recorded / self.plain - 1):.1f} %"
+        share = self.recorded / self.plain - 1
+        cost = f"recording took {100 * share:.1f} %" if share > 0 else "recording took nothing that can be measured"
         peaks = f"int8 {limits.int8:.0f} GOP/s, f32 {limits.f32:.0f} GFLOP/s"
         found = [
             f"{self.test}, {threads}: {rate:.1f} tokens/s, means of {self.n_steps} steps; {cost}",

@@ -330,3 +330,9 @@ def test_peak_memory_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert dev(["peak-memory", str(LLAMA), "--json", "-c", "256", "-p", "4", "-n", "3"]) == 0
     (peak,) = json.loads(capsys.readouterr().out)
     assert peak["peak"] > peak["imports"] > 1 << 20 and len(peak["tokens"]) == 3 and not peak["compiled"]
+
+
+@pytest.mark.parametrize("devices", ["process", ["process"], ProcessDevice])
+def test_devices_are_a_list_of_devices(devices: object) -> None:
+    with pytest.raises(TypeError, match="Placement: devices must be a list of devices"):
+        load("llama-headdim", devices=devices)

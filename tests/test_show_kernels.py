@@ -138,3 +138,11 @@ def test_what_cannot_be_measured_is_said():
         gg.bench("multiply", [(4, 4)], turns=1)
     with pytest.raises(ValueError, match="op must be one of"):
         gg.bench("multiply")
+
+
+def test_an_op_of_one_s_own_by_its_sizes():
+    def twice(a):  # no annotations, as in a notebook
+        return ops.add(a, a)
+
+    (row,) = gg.bench(twice, [(64, 3)], turns=1, threads=1).rows
+    assert (row.op, row.shape) == ("twice", "[64, 3]")

@@ -13,7 +13,7 @@ from ggjit.cli import at_least
 if TYPE_CHECKING:
     from ggjit.bench_ops import Row
 
-_UNITS = {"copy": "GB/s", "read": "GB/s", "int8": "GOP/s", "f32": "GFLOP/s"}
+_UNITS = {"copy": "GB/s each way", "read": "GB/s", "int8": "GOP/s", "f32": "GFLOP/s"}
 
 
 def add_arguments(parsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -126,25 +126,26 @@ class _Report:
         """Generate from ids, print as it comes, and return the text."""
         from ggjit.jit import compile_seconds
 
-        compiled = compile_seconds()
         known = llm.n_shared(ids)
-        marks: list[float] = [time.perf_counter()]
+        marks = [(time.perf_counter(), compile_seconds())]
         pieces = []
         for piece in self._pieces(llm, ids, args, marks):
             pieces.append(piece)
             print(piece, end="", flush=True)
         print(flush=True)
-        compiled = compile_seconds() - compiled
-        self.compile += compiled
+        self.compile += compile_seconds() - marks[0][1]
         if len(marks) > 1:
+            start, first, last = (at - compiled for at, compiled in (marks[0], marks[1], marks[-1]))
             self.n_prefill += len(ids) - known
-            self.prefill += marks[1] - marks[0] - compiled
+            self.prefill += first - start
             self.n_decode += len(marks) - 2
-            self.decode += marks[-1] - marks[1]
+            self.decode += last - first
         return "".join(pieces)
 
     @staticmethod
-    def _pieces(llm: LLM, ids: list[int], args: argparse.Namespace, marks: list[float]) -> Iterator[str]:
+    def _pieces(llm: LLM, ids: list[int], args: argparse.Namespace, marks: list[tuple[float, float]]) -> Iterator[str]:
+        from ggjit.jit import compile_seconds
+
         sampling: dict[str, Any] = {
             "temperature": args.temp,
             "top_k": args.top_k,
@@ -152,7 +153,11 @@ class _Report:
             "min_p": args.min_p,
             "seed": args.seed,
         }
-        return llm.generate(ids, args.n_predict, on_token=lambda _: marks.append(time.perf_counter()), **sampling)
+
+        def mark(_: int) -> None:
+            marks.append((time.perf_counter(), compile_seconds()))
+
+        return llm.generate(ids, args.n_predict, on_token=mark, **sampling)
 
     def print(self, llm: LLM) -> None:
         """Print a summary to stderr."""

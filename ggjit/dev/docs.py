@@ -49,7 +49,7 @@ TYPES = """# Types
 Made by `python -m ggjit.dev docs` from the registered types. Do not edit.
 
 - **panel**: bits per weight where matrix products read it from repacked rows.
-- **read**: `get_rows`, `mul_mat`, `cpy` to F32 and the rest take it.
+- **read**: there is code for it as a source; which ops take it: `ops.md`.
 - **quantize**: files and tensors are made in it (`Tensor.set`, `from_numpy`); **imatrix**: an importance matrix changes
   its bytes. ggml refuses to quantize to what is marked `ggml needs it` without one.
 - **written**: while a graph runs, by `cpy`, `set_rows` and their like.

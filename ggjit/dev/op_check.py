@@ -132,7 +132,12 @@ def check_op(op: Op | str, threads: Sequence[int] = THREADS, *, gradients: bool 
         NotImplementedError: no kernel takes the types and layout of a case.
     """
     found = by_name(op) if isinstance(op, str) else op
+    if not isinstance(found, Op):
+        raise TypeError(f"check_op: op must be an Op or the name of one, got {type(found).__name__} {found!r}")
     if not found.cases or not found.has_reference:
         what = "cases" if not found.cases else "reference"
-        raise ValueError(f"check_op: an op must carry cases and a reference, got no {what} ({found.name!r})")
+        raise ValueError(
+            f"check_op: an op must carry cases and a reference, got no {what} ({found.name!r}); "
+            "`@OP.reference` and `@OP.case(name)` add them"
+        )
     return OpReport(found, tuple(threads), tuple(check_case(found, n, threads, gradients) for n in found.cases))

@@ -45,6 +45,8 @@ class Placement:
         n_gpu_layers: int | None = None,
         overrides: Mapping[str, Device | str] | None = None,
     ) -> None:
+        if not isinstance(others, Sequence) or any(not hasattr(d, "name") for d in others):
+            raise TypeError(f"Placement: devices must be a list of devices such as ProcessDevice(), got {others!r}")
         if n_gpu_layers is not None and n_gpu_layers < 0:
             raise ValueError(f"Placement: n_gpu_layers must not be negative, got {n_gpu_layers}")
         self.cpu, self.others = devices()[-1], tuple(others)
@@ -85,7 +87,7 @@ class Placement:
 
     def _device(self, wanted: Device | str) -> Device:
         for d in self.devices:
-            if d is wanted or d.name == wanted:
+            if d is wanted or (isinstance(wanted, str) and d.name.lower() == wanted.lower()):
                 return d
         name = wanted if isinstance(wanted, str) else wanted.name
         raise ValueError(f"Placement: a device must be one of {[d.name for d in self.devices]}, got {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggjit import ops, types
 from ggjit.bench_ops import Row, measure
@@ -12,13 +12,11 @@ from ggjit.bench_shapes import Build, Shape
 from ggjit.bench_shapes import shapes as known_shapes
 from ggjit.limits import Meter
 from ggjit.show.html import table
-
-if TYPE_CHECKING:
-    from ggjit.tensor import Tensor
+from ggjit.tensor import Tensor
 
 __all__ = ["BenchTable", "bench"]
 
-UNITS = {"copy": "GB/s", "read": "GB/s", "int8": "GOP/s", "f32": "GFLOP/s"}
+UNITS = {"copy": "GB/s each way", "read": "GB/s", "int8": "GOP/s", "f32": "GFLOP/s"}
 _HEAD = ("op", "type", "shape", "threads", "ms", "GFLOP/s", "GB/s", "limit of the same run", "share of the limit")
 Shapes = str | Iterable[str | Shape | Sequence[int]] | Mapping[str, Build]
 
@@ -157,8 +155,10 @@ def _sized(name: str, op: str | Callable[..., Tensor], ne: tuple[int, ...], type
         label = f"{m} x {k}, {n} columns"
         return Shape(name, label, type, lambda t: ops.mul_mat(t.weights(type, k, m), t("F32", k, n)), (0, {0: 1}))
     parameters = inspect.signature(build).parameters.values()
-    n_src = sum(p.annotation in ("Tensor", "Tensor | None") and p.default is p.empty for p in parameters)
-    others = [p.name for p in parameters if p.default is p.empty and p.annotation != "Tensor"]
+    needed = [p for p in parameters if p.default is p.empty]
+    # A builder without annotations, as one writes it in a notebook, is taken to have tensors alone.
+    others = [p.name for p in needed if p.annotation not in (p.empty, Tensor, "Tensor", "gg.Tensor", "Tensor | None")]
+    n_src = len(needed) - len(others)
     if others or not n_src:
         raise ValueError(
             f"bench: sizes alone must be enough for {name}, got other arguments ({', '.join(others)}); give a function "

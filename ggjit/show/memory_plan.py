@@ -53,6 +53,6 @@ def plan(p: Plan, graph: Tensors, buffer_id: int = 0, ax: Any = None) -> Any:
     ax.axhline(peak, color="black", linewidth=1.2, label=f"peak {peak}")
     ax.axhline(bound, color="crimson", linestyle="--", linewidth=1.2, label=f"lower bound {bound}")
     ax.set(xlabel="step", ylabel="offset (KiB)", xlim=(0, max(len(graph.nodes), 1)), ylim=(0, max(peak, 1) * 1.08))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value / 1024:.0f}")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}")
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False)
     return ax

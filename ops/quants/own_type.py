@@ -34,7 +34,7 @@ type:
 In a GGUF file the type has an id of 1000 or more, which the key `ggjit.type.<id>` explains; a reader finds the type by
 name and layout, so it must be registered before the file is opened. Registering a name again replaces the type.
 
-Ladder (Q3_64, one Zen 4 core, 1 column, share of plain reads of the type's own bytes): see the benchmark page.
+Ladder (3 bits with a scale for 64, one column, 2 threads, share of plain reads of the type's own bytes): 0.90.
 """
 
 from __future__ import annotations
