@@ -142,7 +142,7 @@ def test_what_cannot_be_measured_is_said():
 
 def test_an_op_of_one_s_own_by_its_sizes():
     def twice(a):  # no annotations, as in a notebook
-        return ops.add(a, a)
+        return gg.add(a, a)
 
     (row,) = gg.bench(twice, [(64, 3)], turns=1, threads=1).rows
     assert (row.op, row.shape) == ("twice", "[64, 3]")
