@@ -317,8 +317,8 @@ class Executable:
         """Has the data of a tensor moved since the graph was lowered?"""
         return self._addresses != [t.data for t in [*self.graph.leafs, *self.graph.nodes]]
 
-    def run(self, callback: Callable[[Tensor], bool] | None = None) -> None:
-        """Compute the graph.
+    def run(self, callback: Callable[[Tensor], bool] | None = None) -> bool:
+        """Compute the graph; False if the callback stopped it.
 
         Args:
             callback: called with each node, views too, when it is computed; False stops the run. Without it no Python
@@ -332,15 +332,14 @@ class Executable:
 
         if callback is not None and self.fused:  # it wants to see every node
             self._apart = self._apart or lower(self.graph, self.n_threads, fuse=False)
-            self._apart.run(callback)
-            return
+            return self._apart.run(callback)
         pool = get_pool(self.n_threads)
         if callback is None:
             failed = self._adaptive.run(pool)
             if failed is not None:
                 raise self.error(*failed)
             readable.ran(self)
-            return
+            return True
         readable.forget(*self.memories)  # each node may be looked at as it is computed
         at = 0
         for node in self.graph.nodes:
@@ -351,8 +350,9 @@ class Executable:
             if failed is not None:
                 raise self.error(*failed)
             if not callback(node):
-                return
+                return False
         readable.ran(self)
+        return True
 
     def time(self) -> NDArray[np.int64]:
         """Run once and return the nanoseconds of each step (of the first thread, barrier included)."""

@@ -46,7 +46,7 @@ U8, I64_ARRAY, I32_ARRAY = (types.Array(t, 1, "C") for t in (types.uint8, types.
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 RECORD_SIZE, NE_AT, NB_AT, PARAMS_AT, SRC_AT, DATA_AT = 336, 16, 48, 84, 152, 248  # offsets in a tensor's record
 _DEFINITION = re.compile(r"^(define [^\n]*?)( #\d+)? \{$", re.MULTILINE)
-_WHOLE = re.compile(r"llvm\.x86\.avx512[\w.]*\.512\b")
+_WHOLE = re.compile(r"llvm\.x86\.[\w.]*512\b")
 _HALVED = '"prefer-vector-width"="256" "min-legal-vector-width"="0"'
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 

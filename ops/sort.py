@@ -93,6 +93,8 @@ def _(node, a):
 def key_of(value, index, flip):
     """int64 that orders as value (or against it: flip -1), then by index."""
     bits = np.int64(memory.bits_f32(value + np.float32(0)))  # -0 + 0 = 0
+    if value != value:  # NaN, of either sign
+        bits = np.int64(0x7FFFFFFF)
     if bits < 0:
         bits ^= 0x7FFFFFFF
     return (bits ^ flip) << 32 | index

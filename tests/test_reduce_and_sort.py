@@ -83,3 +83,12 @@ def test_top_k_of_equal_values_takes_the_first(k):
     rows = np.random.default_rng(k).integers(0, 9, (3, 500)).astype(np.float32)
     got = computed(ops.top_k(gg.from_numpy(rows), k))[0, 0]
     assert np.array_equal(got, np.argsort(-rows, -1, "stable")[:, :k])
+
+
+def test_top_k_takes_nan_of_either_sign_first():
+    x = np.arange(64, dtype=np.float32)
+    x[[5, 40]] = np.array([0xFFC00000, 0x7FC00000], np.uint32).view(np.float32)
+    with gg.Context(1 << 16):
+        best = gg.top_k(gg.from_numpy(x), 4)
+        gg.build(best).compute(1)
+        assert best.numpy().ravel().tolist() == [5, 40, 63, 62]

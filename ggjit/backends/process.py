@@ -159,15 +159,16 @@ class Channel:
             RuntimeError: the child is gone.
             Exception: what the child raised since the last call that waited.
         """
-        number = self._sent if number is None else number
+        last = self._sent if number is None else number
         with self._changed:
-            self._changed.wait_for(lambda: self._dead or self._done >= number)
-            answer = self._wanted.pop(number, None)
+            self._changed.wait_for(lambda: self._dead or self._done >= last)
+            # Another thread's answer stays where that thread finds it.
+            answer = None if number is None else self._wanted.pop(number, None)
             if self._errors:
                 error = self._errors[0]
                 self._errors.clear()
                 raise error
-            if self._done < number:
+            if self._done < last:
                 raise self._lost()
         return answer
 

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--device", action="append", metavar="NAME",
-        help='a device beside the CPU (all that are there); "process" starts a child process that stands for one',
+        help='a device beside the CPU (all that are there); "process" starts a child process that stands for one, '
+        "named process0, process1, ...",
     )  # fmt: skip
     group.add_argument("--no-mmap", dest="mmap", action="store_false", help="read weights instead of mapping the file")
 
@@ -36,7 +37,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
     overrides = None if args.override_tensor is None else parse_overrides(args.override_tensor)
     return {
-        "devices": [_device(name) for name in args.device] if args.device else _others(),
+        "devices": [_device(name, i) for i, name in enumerate(args.device)] if args.device else _others(),
         "n_gpu_layers": args.n_gpu_layers,
         "overrides": overrides,
         "mmap": args.mmap,
@@ -49,8 +50,8 @@ def _others() -> list[Device]:
     return list(devices()[:-1])
 
 
-def _device(name: str) -> Device:
-    found: dict[str, Callable[[], Device]] = {"process": _process}
+def _device(name: str, number: int) -> Device:
+    found: dict[str, Callable[[], Device]] = {"process": lambda: _process(f"process{number}")}
     for d in _others():
         found[d.name] = lambda d=d: d  # type: ignore[misc]
     if name not in found:
@@ -58,7 +59,7 @@ def _device(name: str) -> Device:
     return found[name]()
 
 
-def _process() -> Device:
+def _process(name: str) -> Device:
     from ggjit.backends.process import ProcessDevice
 
-    return ProcessDevice()
+    return ProcessDevice(name)

@@ -59,6 +59,32 @@ class Batch:
         pos = np.arange(first, first + n, dtype=np.int32)
         return cls(ids.astype(np.int32), pos, np.full(n, seq, np.int32), output)
 
+    def __post_init__(self) -> None:
+        """Compiled code reads the arrays by their addresses, so they must be what they are said to be.
+
+        Raises:
+            TypeError: an array has another type.
+            ValueError: they have not the same length.
+        """
+        for name, array in (("tokens", self.tokens), ("pos", self.pos), ("seq", self.seq)):
+            if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1:
+                what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+                raise TypeError(f"Batch: {name} must be an int32 array of one dimension, got {what}")
+        lengths = [len(a) for a in (self.tokens, self.pos, self.seq, self.output)]
+        if lengths.count(lengths[0]) < 4:
+            raise ValueError(f"Batch: tokens, pos, seq and output must be equally long, got {lengths}")
+
+    def check_places(self) -> None:
+        """Refuse positions and sequences that a cache uses for free cells.
+
+        Raises:
+            ValueError: one is negative.
+        """
+        for name, array in (("positions", self.pos), ("sequences", self.seq)):
+            lowest = array[0] if len(array) == 1 else array.min(initial=0)
+            if lowest < 0:
+                raise ValueError(f"decode: {name} must not be negative, got {lowest}")
+
     @property
     def id_range(self) -> tuple[int, int]:
         """The lowest and the highest id; 0, 0 without tokens."""

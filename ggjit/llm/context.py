@@ -166,8 +166,8 @@ class DecodeGraph:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch, cells: NDArray[np.int64], callback: Callable[[Tensor], bool] | None = None) -> None:
-        """Fill the inputs and compute."""
+    def run(self, batch: Batch, cells: NDArray[np.int64], callback: Callable[[Tensor], bool] | None = None) -> bool:
+        """Fill the inputs and compute; False if the callback stopped it."""
         if self._scheduled is not None and self._scheduled.place():
             self._bind()
         values = {self.tokens: batch.tokens, self.pos: batch.pos, self.cells: cells}
@@ -183,7 +183,7 @@ class DecodeGraph:
         addresses = *self.cache.addresses, *(int(a.__array_interface__["data"][0]) for a in of_tokens)
         for window, mask in self._masks:
             fill_mask(mask, self.n_kv, self.n_tokens, *addresses, window)
-        (self._scheduled or self.executable).run(callback)
+        return (self._scheduled or self.executable).run(callback)
 
     def result(self) -> NDArray[np.float32]:
         """The logits of the last run, [n_outputs, n_vocab]: a view that the next run overwrites, or a copy of them."""
@@ -347,7 +347,8 @@ class DecodeContext:
 
         Args:
             batch: tokens.
-            callback: see `Executable.run`.
+            callback: see `Executable.run`. If it stops the run, the cells of the ubatch are free again and no more
+                logits are computed.
             copy: False gives the logits of the last ubatch alone, as a view that the next call may overwrite.
 
         Returns:
@@ -361,6 +362,7 @@ class DecodeContext:
         if not 0 <= lowest <= highest < n_vocab:
             bad = next(t for t in batch.tokens.tolist() if not 0 <= t < n_vocab)
             raise ValueError(f"decode: token ids must be in [0, {n_vocab}), got {bad}")
+        batch.check_places()
         if batch.n_tokens > self.n_ctx - self.cache.n_used:
             raise ValueError(
                 f"decode: tokens must fit the context of {self.n_ctx}, "
@@ -374,10 +376,13 @@ class DecodeContext:
             graph = self.graph(u.n_tokens, self.cache.window(cells), n_outputs)
             self.cache.take(cells, u.pos, u.seq)
             try:
-                graph.run(u, cells, callback)
+                done = graph.run(u, cells, callback)
             except BaseException:
                 self.cache.free(cells)
                 raise
+            if not done:
+                self.cache.free(cells)
+                return results[:at]
             if not copy:
                 results = graph.result() if n_outputs else results
             elif n_outputs:

@@ -156,8 +156,18 @@ class LLM:
         """
         with self._lock:
             self._begin(())
-            self.context.decode(Batch.of(ids, outputs="all"), look)
-            self._ids = list(ids)
+            whole = True
+
+            def watch(node: Tensor) -> bool:
+                nonlocal whole
+                whole = look(node)
+                return whole
+
+            self.context.decode(Batch.of(ids, outputs="all"), watch)
+            if whole:
+                self._ids = list(ids)
+            else:  # keys and values are there only in part
+                self.context.cache.remove(0)
 
     def trace(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Intermediate tensors of a sequence by their names in the graph (`Qcur-0`, `l_out-1` ...).

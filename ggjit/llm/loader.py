@@ -231,7 +231,11 @@ class Loader:
         """A tensor's bytes: a view of the mapping, or read from the file."""
         if self.mmap:
             return self.file.data(info.name)
-        return np.fromfile(self.file.mappings[info.file].path, np.uint8, info.nbytes, offset=info.offset)
+        path = self.file.mappings[info.file].path
+        data = np.fromfile(path, np.uint8, info.nbytes, offset=info.offset)
+        if len(data) != info.nbytes:  # the file has changed since it was opened
+            raise GgufError(path, info.offset, f"tensor {info.name!r} must have {info.nbytes} bytes, got {len(data)}")
+        return data
 
     def lock(self) -> bool:
         """Keep all weights of host memory from being paged out; a warning and False where the system forbids it."""

@@ -47,6 +47,9 @@ class Placement:
     ) -> None:
         if not isinstance(others, Sequence) or any(not hasattr(d, "name") for d in others):
             raise TypeError(f"Placement: devices must be a list of devices such as ProcessDevice(), got {others!r}")
+        names = [d.name for d in others] + [devices()[-1].name]
+        if len(set(names)) < len(names):
+            raise ValueError(f"Placement: devices must have different names, got {names}")
         if n_gpu_layers is not None and n_gpu_layers < 0:
             raise ValueError(f"Placement: n_gpu_layers must not be negative, got {n_gpu_layers}")
         self.cpu, self.others = devices()[-1], tuple(others)

@@ -48,7 +48,7 @@ class Sampler:
     def __init__(self, temperature: float = 0.8, top_k: int = 40, top_p: float = 0.95, min_p: float = 0.05,
                  seed: int | None = None) -> None:  # fmt: skip
         for name, value, low, high in (
-            ("temperature", temperature, 0.0, np.inf),
+            ("temperature", temperature, 0.0, np.finfo(float).max),
             ("top_k", top_k, 0, np.inf),
             ("top_p", top_p, 0.0, 1.0),
             ("min_p", min_p, 0.0, 1.0),
@@ -73,7 +73,8 @@ class Sampler:
         if self.min_p > 0.0:
             keep = min(keep, max(1, int(np.count_nonzero(p >= self.min_p * p[0]))))
         ids, values = ids[:keep], values[:keep]
-        p = np.exp((values - values[0]) / self.temperature)
+        with np.errstate(over="ignore"):
+            p = np.exp((values - values[0]) / self.temperature)
         return ids, p / p.sum()
 
     def __call__(self, logits: NDArray[np.float32]) -> int:

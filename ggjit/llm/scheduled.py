@@ -55,10 +55,10 @@ class Scheduled:
         self.scheduler.alloc_graph(self.graph)
         return True
 
-    def run(self, callback: Callable[[Tensor], bool] | None = None) -> None:
-        """Compute the graph; a callback sees each node that computes something, and stops the run by False."""
+    def run(self, callback: Callable[[Tensor], bool] | None = None) -> bool:
+        """Compute the graph; a callback sees each node that computes something, and stops the run by False: so this."""
         self.scheduler.set_eval_callback(None if callback is None else lambda t, ask: ask or callback(t))
-        self.scheduler.compute(self.graph)
+        return self.scheduler.compute(self.graph)
 
     def scratch_sizes(self) -> list[int]:
         """Bytes of scratch that each backend takes for the graph, which has its places."""
