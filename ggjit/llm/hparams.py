@@ -58,8 +58,6 @@ class Hparams:
         self._file = file
         self.arch = architecture_of(file)
         self.n_layer = self.count("block_count", least=1)
-        if self.n_layer > len(file.tensors):
-            raise self.fail("block_count", f"must be at most the {len(file.tensors)} tensors, got {self.n_layer}")
         self.n_embd = self.count("embedding_length", least=1)
         self.n_ctx_train = self.count("context_length", least=1)
         n_head = self.n_head(0)

@@ -67,6 +67,9 @@ class Model:
         self.file = GgufFile(path)
         cls = models.get(architecture_of(self.file))
         self.hparams = Hparams(self.file)
+        if self.hparams.n_layer > len(self.file.tensors):  # before anything is made for each block
+            got = f"must be at most {len(self.file.tensors)}, the number of tensors, got {self.hparams.n_layer}"
+            raise self.hparams.fail("block_count", got)
         self.placement = Placement(self.hparams.n_layer, devices, n_gpu_layers, overrides)
         loader = Loader(self.file, repack, self.placement, mmap, unbacked_buffer if no_alloc else new_buffer)
         self.architecture = cls(self.hparams, loader)
