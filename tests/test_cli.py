@@ -165,6 +165,7 @@ def test_closed_streams(streams):
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name == "nt", reason="a shell of its own")
 def test_bytes_and_characters_that_no_encoding_has(tmp_path):
     (tmp_path / "prompt").write_bytes(b"Alice \xff\xfe")

@@ -98,6 +98,7 @@ def test_s72_the_same_bits_however_a_prompt_is_split(programs, want) -> None:
         assert np.array_equal(read_prompt(engine, ids[:10], 1), whole[:10]), name
 
 
+@pytest.mark.full
 def test_tokens_beyond_the_context_are_refused(programs) -> None:
     for name in ("main_ctx", "main_alloc", "main_backend", "main_sched"):
         with pytest.raises(ValueError, match="gpt2: tokens must fit the context of 256, got 2 behind 255"):

@@ -210,6 +210,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [n if n == "minimum_16" else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS])
 def test_layouts(name):
     """One byte a code, at most 4 scales and minimums of a byte: 72 bytes for 64 weights, packed to so many bits."""
