@@ -97,3 +97,18 @@ def test_a_token_that_cannot_be_is_never_chosen():
         assert Sampler(temperature, top_k=0, min_p=0, top_p=1, seed=1)(logits) == 7
     with pytest.raises(ValueError, match="temperature"):
         Sampler(float("inf"))
+
+
+def test_logits_of_one_token(llm):
+    """A batch's arrays are its own, also where it is made the short way."""
+    want = llm.logits([5, 6])[:1]
+    assert np.array_equal(llm.logits([5]), want)
+    assert llm.logits([5], first=1).shape == (0, llm.context.model.n_vocab)
+    with pytest.raises(ValueError, match="logits: first must not be negative, got -1"):
+        llm.logits([5, 6], first=-1)
+
+
+def test_a_trace_has_all_tokens_or_is_refused(llm):
+    assert llm.trace(IDS[:16], ["l_out-0"])["l_out-0"].shape[2] == 16
+    with pytest.raises(ValueError, match="trace: tokens must fit a ubatch of 16, got 27"):
+        llm.trace(IDS, ["l_out-0"])

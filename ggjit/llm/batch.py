@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_TRUE = np.ones(1, np.bool_)
-_TRUE.flags.writeable = False
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -44,7 +41,7 @@ class Batch:
         """
         if type(tokens) is list and len(tokens) == 1 and type(id := tokens[0]) is int and 0 <= id < 1 << 31:
             array = np.array([id, first, seq], np.int32)  # the step of a generation, at the least cost
-            return cls(array[:1], array[1:2], array[2:], _TRUE if outputs != "none" else ~_TRUE)
+            return cls(array[:1], array[1:2], array[2:], np.full(1, outputs != "none"))
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(

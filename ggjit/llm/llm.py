@@ -130,8 +130,10 @@ class LLM:
             first: leave those after the tokens before this position away.
 
         Raises:
-            ValueError: an id is out of range, or the sequence is longer than the context.
+            ValueError: an id is out of range, the sequence is longer than the context, or `first` is negative.
         """
+        if first < 0:
+            raise ValueError(f"logits: first must not be negative, got {first}")
         with self._lock:
             self._begin(())
             batch = Batch.of(ids, outputs="all")
@@ -181,7 +183,10 @@ class LLM:
 
         Raises:
             KeyError: the graph has no node of a name.
+            ValueError: more tokens than one ubatch holds.
         """
+        if len(ids) > self.context.n_ubatch:
+            raise ValueError(f"trace: tokens must fit a ubatch of {self.context.n_ubatch}, got {len(ids)}")
         wanted, found = set(names), {}
 
         def look(node: Tensor) -> bool:
