@@ -21,10 +21,8 @@ import os
 import re
 import stat
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +84,17 @@ def _lib_hash(name: str) -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
+def _version(package: str) -> str:
+    """Hash of the file that tells a package's version; the package is not imported, nor its metadata parsed."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return file_hash(str(Path(spec.origin).with_name("_version.py")))
+
+
 @functools.cache
 def _compiler() -> str:
     """What the compiler is: its source, versions, the CPU and its features."""
-    versions = version("numba"), version("llvmlite"), sys.version_info[:2], sys.platform
+    versions = _version("numba"), _version("llvmlite"), sys.version_info[:2], sys.platform
     files = [file_hash(str(_PACKAGE / name)) for name in _COMPILER_FILES]
     return repr((versions, files, cpu.cpu_level(), cpu.target()))
 
@@ -261,6 +266,8 @@ def kernel_key(function: Callable[..., Any], kind: str) -> tuple[str, bool]:
 
 def _usable(folder: Path, private: bool = False) -> bool:
     """Whether files can be made in the folder (made if missing); a private one must be the user's alone."""
+    import tempfile
+
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if private and hasattr(os, "getuid"):
@@ -290,11 +297,18 @@ def user_cache() -> Path | None:
     return home / ".cache" / "ggjit" if home and str(home) != "/" else None
 
 
+def _first_folder() -> Path | None:
+    """The folder that the user named, else that of the user's cache."""
+    asked = os.environ.get("GGJIT_CACHE_DIR")
+    return Path(os.path.expanduser(asked)) if asked else user_cache()
+
+
 @functools.cache
 def folder() -> Path | None:
-    """Return the folder of compiled kernels, or None if nothing can be written."""
-    asked = os.environ.get("GGJIT_CACHE_DIR")
-    first = Path(os.path.expanduser(asked)) if asked else user_cache()
+    """Return the folder of compiled kernels that is written to, or None if nothing can be written."""
+    import tempfile
+
+    first = _first_folder()
     if first is not None and _usable(first):
         return first
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
@@ -303,14 +317,13 @@ def folder() -> Path | None:
 
 
 def _readable() -> Iterator[Path]:
-    """The folders to look in: the one written to, and a read-only one named by the user or filled beforehand."""
-    written = folder()
-    if written is not None:
-        yield written
-    asked = os.environ.get("GGJIT_CACHE_DIR")
-    first = Path(os.path.expanduser(asked)) if asked else user_cache()
-    if first is not None and first != written:
+    """The folders to look in: the user's, which may be read-only, and the one written to if that is another."""
+    first = _first_folder()
+    if first is not None:
         yield first
+    written = folder()
+    if written is not None and written != first:
+        yield written
 
 
 def load(key: str) -> bytes | None:
@@ -334,6 +347,8 @@ def store(key: str, code: bytes) -> None:
     place = folder()
     if place is None:
         return
+    import tempfile
+
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f"{key}.", suffix=".tmp", dir=place)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 PARAM_BYTES = 64
 COUNTER_LINE = 64  # first bytes of a work buffer: the chunk counter has a cache line of its own
 _FORMATS = {"f32": "f", "i32": "i", "i64": "q"}
-REGISTRY: dict[str, Op] = {}
+FIRST_USER_ID = 2000
+REGISTRY: dict[str, Op] = {}  # of the families imported so far; `all_ops` gives all
 _BY_ID: dict[int, Op] = {}
 
 
@@ -62,8 +63,9 @@ class Op:
 
     Args:
         name: ggml's enum in lower case.
-        id: ggml's number, written to tensor records. A user's own op takes None and gets a free number above 1000;
-            made again under its name (a cell of a notebook that is run again) it takes the place of the former one.
+        id: ggml's number, written to tensor records; from 1000 on that of an op of ours. A user's own op takes None and
+            gets a free number from 2000 on; made again under its name (a cell of a notebook that is run again) it takes
+            the place of the former one.
         params: (name, "f32" | "i32" | "i64") for each value of op_params, in order. "i64" takes two words. A name
             that begins with "_" is padding: builders do not give it and it is 0.
         view: the op does nothing at run time; its result is another header on the source's bytes.
@@ -81,10 +83,12 @@ class Op:
     def __init__(self, name: str, id: int | None = None, *, params: Sequence[tuple[str, str]] = (), view: bool = False,
                  inplace: bool = False, nmse: float = 1e-7, state: Sequence[int] = (),
                  packed: Sequence[int] = (), picks: tuple[int, int] | None = None) -> None:  # fmt: skip
-        if name in REGISTRY and not (id is None and REGISTRY[name].id > 1000):
+        if id is None:
+            _load_all()
+        if name in REGISTRY and not (id is None and REGISTRY[name].id >= FIRST_USER_ID):
             raise ValueError(f"Op: name must be new, got {name!r}")
         if id is None:
-            id = max(1000, *_BY_ID) + 1
+            id = max(FIRST_USER_ID - 1, *_BY_ID) + 1
         if id in _BY_ID:
             raise ValueError(f"Op: id must be new, got {id}, the id of {_BY_ID[id].name!r}")
         self.name, self.id, self.view, self.inplace, self.nmse = name, id, view, inplace, nmse
@@ -284,12 +288,26 @@ def unsupported(op: Op, node: Tensor) -> str:
     return f"{op.name}: the CPU backend must have a kernel for the types and layout, got {given} ('{node.name}'){hint}"
 
 
+def _load_all() -> None:
+    from ggjit import ops
+
+    ops.load_all()
+
+
+def all_ops() -> list[Op]:
+    """Every op by name, those of families that nothing has used yet too."""
+    _load_all()
+    return sorted(REGISTRY.values(), key=lambda op: op.name)
+
+
 def by_id(id: int) -> Op:
     """The op with a ggml number.
 
     Raises:
         ValueError: none is registered.
     """
+    if id not in _BY_ID:
+        _load_all()
     try:
         return _BY_ID[id]
     except KeyError:
@@ -302,6 +320,12 @@ def by_name(name: str) -> Op:
     Raises:
         ValueError: none is registered.
     """
+    if name not in REGISTRY:
+        from ggjit import ops
+
+        getattr(ops, name, None)  # most ops have a function of their name: its family will do
+    if name not in REGISTRY:
+        _load_all()
     try:
         return REGISTRY[name]
     except KeyError:

@@ -29,7 +29,7 @@ vec = lazy_module("ggjit.ops.lib.vec")
 __all__ = ["dsv4_hc_comb", "dsv4_hc_post", "dsv4_hc_pre", "dsv4_hc_pre_gated"]
 
 DSV4_HC_COMB = Op("dsv4_hc_comb", id=88, params=(("eps", "f32"), ("n_iter", "i32")))
-DSV4_HC_COMB_BACK = Op("dsv4_hc_comb_back", params=(("eps", "f32"), ("n_iter", "i32")), nmse=1e-6)
+DSV4_HC_COMB_BACK = Op("dsv4_hc_comb_back", id=1002, params=(("eps", "f32"), ("n_iter", "i32")), nmse=1e-6)
 DSV4_HC_PRE = Op("dsv4_hc_pre", id=89, params=(("scale", "f32"), ("gated", "i32")))
 DSV4_HC_POST = Op("dsv4_hc_post", id=90)
 STREAMS = 4  # of hc_comb

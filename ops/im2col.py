@@ -34,7 +34,7 @@ _PARAMS_3D = tuple((n, "i32") for n in ("s0", "s1", "s2", "p0", "p1", "p2", "d0"
 IM2COL = Op("im2col", id=52, params=_PARAMS)
 IM2COL_BACK = Op("im2col_back", id=53, params=_PARAMS)
 IM2COL_3D = Op("im2col_3d", id=54, params=_PARAMS_3D)
-IM2COL_3D_BACK = Op("im2col_3d_back", params=_PARAMS_3D)
+IM2COL_3D_BACK = Op("im2col_3d_back", id=1001, params=_PARAMS_3D)
 COL2IM_1D = Op("col2im_1d", id=55, params=(("s0", "i32"), ("n_channels", "i32"), ("p0", "i32")))
 FLOATS = (types.F32, types.F16, types.BF16)
 

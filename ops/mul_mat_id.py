@@ -44,7 +44,7 @@ vec = lazy_module("ggjit.ops.lib.vec")
 __all__ = ["mul_mat_id"]
 
 MUL_MAT_ID = Op("mul_mat_id", id=30, params=(("prec", "i32"), ("hint", "i32")), nmse=5e-4, packed=(0,), picks=(0, 2))
-MUL_MAT_ID_BACK = Op("mul_mat_id_back")
+MUL_MAT_ID_BACK = Op("mul_mat_id_back", id=1003)
 COLUMNS = 4  # of the tile for few columns
 TILE = 64 * 16  # bytes of a tile's result: up to 16 columns
 HEAD = 2  # words before the experts in the route
@@ -110,7 +110,9 @@ def tile_of(type_name: str, columns: int):
 def make_one_token(type_name: str, packed: bool):
     """Kernel for one token; src0 experts, src1 activations, src2 ids."""
     w = kernels.weights(type_name)
-    unit, nbytes, pack, tile, next_chunk = w.unit, w.nbytes, w.pack, tile_of(type_name, 1), kernels.next_chunk
+    nbytes, n_slot = w.nbytes, kernels.packed_units(w.nbytes)
+    unit, next_chunk, tile = w.unit, kernels.next_chunk, tile_of(type_name, 1)
+    product = kernels.rows_product(type_name, 1)
 
     @kernel(counter=True)
     def mul_mat_id_one(
@@ -119,7 +121,7 @@ def make_one_token(type_name: str, packed: bool):
     ):  # fmt: skip
         n_units, n_panels, n_used = (src0_ne[0] + unit - 1) // unit, (src0_ne[1] + 15) // 16, src2_ne[0]
         size, total = n_units * nbytes, n_panels * n_used
-        scratch = COUNTER_LINE + ith * ((size + 63) // 64 * 64)
+        scratch = COUNTER_LINE + ith * n_slot * nbytes
         for u in range(n_used):
             expert = np.int64(memory.load_i32(src2, u * src2_nb[0]))
             if expert < 0 or expert >= src0_ne[2]:
@@ -129,14 +131,13 @@ def make_one_token(type_name: str, packed: bool):
             for at in range(start, end):
                 p, u = at // n_used, at % n_used
                 expert, n_rows = np.int64(memory.load_i32(src2, u * src2_nb[0])), src0_ne[1] - 16 * p
-                if packed:
-                    rows = memory.address(src0) + (expert * n_panels + p) * size
-                else:
-                    first_row, count = expert * src0_nb[2] + 16 * p * src0_nb[1], n_rows if n_rows < 16 else 16
-                    pack(src0, first_row, src0_nb[1], count, work, scratch, src0_ne[0])
-                    rows = memory.address(work) + scratch
                 y = memory.address(src1) + u % src1_ne[1] * src1_nb[1]
-                tile(rows, y, 0, memory.address(dst) + u * dst_nb[1] + 64 * p, 0, n_units, n_rows, 1, 0)
+                out = memory.address(dst) + u * dst_nb[1] + 64 * p
+                if packed:
+                    tile(memory.address(src0) + (expert * n_panels + p) * size, y, 0, out, 0, n_units, n_rows, 1, 0)
+                else:
+                    offs = expert * src0_nb[2] + 16 * p * src0_nb[1]
+                    product(src0, offs, src0_nb[1], n_rows, src0_ne[0], work, scratch, y, 0, out, 0, 1)
             number, start, end = next_chunk(work, number, start, end, 1, total, nth)
         return 0
 
@@ -285,7 +286,8 @@ def _(low, node):
         )
     y, packed, name = lower_activations(low, a, b), is_packed(a), a.type.name
     if node.ne[2] == 1:
-        work = low.n_threads * -(-kernels.panel_nbytes(a.type, a.ne[0]) // 64) * 64
+        nbytes = kernels.weights(name).nbytes
+        work = 0 if packed else low.n_threads * kernels.packed_units(nbytes) * nbytes
         low.emit(make_one_token(name, packed), node, src=(a, y, ids), work=work)
         return
     n_experts, n_used, n_pairs = a.ne[2], ids.ne[0], ids.nelements
@@ -378,6 +380,8 @@ def _cases():
         case(f"{kind}, one token", kind, k, 37, 6, 3, 1, 1)
         case(f"{kind}, tokens", kind, k, 21, 5, 2, 2, 9)
         case(f"{kind}, one busy expert", kind, k, 16, 8, 1, 1, 37, low=3, high=4)
+    case("one token, rows of more than a slice", "F32", 331, 21, 4, 2, 1, 1)
+    case("Q4_0, one token, rows of more than a slice", "Q4_0", 1888, 21, 4, 2, 2, 1)
     case("one expert of many", "F32", 32, 5, 40, 1, 1, 3)
     MUL_MAT_ID.case("permuted")(
         lambda t: mul_mat_id(

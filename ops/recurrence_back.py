@@ -33,7 +33,7 @@ vec = lazy_module("ggjit.ops.lib.vec")
 
 __all__: list[str] = []
 
-RECURRENCE_BACK = Op("recurrence_back", params=(("before", "i32"),), nmse=1e-6)
+RECURRENCE_BACK = Op("recurrence_back", id=1004, params=(("before", "i32"),), nmse=1e-6)
 
 
 def recurrence_back(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor | None, b: Tensor | None, s: Tensor,

@@ -26,6 +26,7 @@ __all__ = ["unary_back"]
 
 UNARY_BACK = Op(
     "unary_back",
+    id=1005,
     params=(("function", "i32"), ("alpha_n", "f32"), ("alpha_p", "f32"), ("beta", "f32"), ("eps", "f32")),
     inplace=True,
 )

@@ -33,7 +33,7 @@ __all__ = ["add_rel_pos", "get_rel_pos", "win_part", "win_unpart"]
 WIN_PART = Op("win_part", id=78, params=(("n_x", "i32"), ("n_y", "i32"), ("w", "i32")))
 WIN_UNPART = Op("win_unpart", id=79, params=(("w", "i32"),))
 GET_REL_POS = Op("get_rel_pos", id=80)
-GET_REL_POS_BACK = Op("get_rel_pos_back")
+GET_REL_POS_BACK = Op("get_rel_pos_back", id=1006)
 ADD_REL_POS = Op("add_rel_pos", id=81, params=(("in_place", "i32"),), inplace=True)
 
 

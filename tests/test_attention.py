@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -16,9 +17,9 @@ from ggjit import ops, types
 from ggjit.cpu import cpu_level
 from ggjit.dev import reference as runner
 from ggjit.dev.cases import nmse, reference_of, run_case
-from ggjit.op import REGISTRY
+from ggjit.op import by_name
 
-attention = sys.modules["ggjit.ops.attention"]
+attention = importlib.import_module("ggjit.ops.attention")
 ROWS, LANES = 1000, 0  # values of FEW that force a layout
 
 
@@ -208,10 +209,10 @@ def test_inner_loops_are_fused_multiply_adds():
 BITS = """
 import zlib
 from ggjit.dev.cases import run_case
-from ggjit.op import REGISTRY
+from ggjit.op import by_name
 from ggjit import ops
 for op, case in CASES:
-    print(op, case, zlib.crc32(run_case(REGISTRY[op], case, 2).result.tobytes()))
+    print(op, case, zlib.crc32(run_case(by_name(op), case, 2).result.tobytes()))
 """
 SOME = [("flash_attn_ext", "prompt"), ("flash_attn_ext", "token, long"), ("flash_attn_ext", "a few queries"),
         ("rope", "normal, part, yarn"), ("rope", "imrope"), ("soft_max", "f16 mask, slopes, sinks")]  # fmt: skip
@@ -223,7 +224,7 @@ def test_avx2_gives_the_same_bits():
     script = BITS.replace("CASES", repr(SOME))
     env = {**os.environ, "GGJIT_CPU": "avx2", "PYTHONPATH": str(Path(gg.__file__).parents[1])}
     found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    want = [f"{op} {case} {zlib.crc32(run_case(REGISTRY[op], case, 1).result.tobytes())}" for op, case in SOME]
+    want = [f"{op} {case} {zlib.crc32(run_case(by_name(op), case, 1).result.tobytes())}" for op, case in SOME]
     assert found.splitlines() == want
 
 

@@ -12,7 +12,7 @@ from ggjit.backend import host_buffer_type
 from ggjit.dev.cases import ARENA, CaseInputs, nmse, reference_of, values_of
 from ggjit.graph import Graph
 from ggjit.lower import lower
-from ggjit.op import REGISTRY
+from ggjit.op import all_ops
 
 QUICK = ("bias, Q4_0, 1 columns", "gated unit, Q4_0, 1 columns", "bias and residual")  # of the products' cases
 
@@ -23,7 +23,7 @@ def case_of(op, name):
     return pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.full] if slow else [])
 
 
-CASES = [case_of(op, name) for op in REGISTRY.values() for name in op.fused_cases]
+CASES = [case_of(op, name) for op in all_ops() for name in op.fused_cases]
 
 
 class Planned:
@@ -80,7 +80,7 @@ def test_fused_as_unfused(op, name):
     assert nmse(want, together) <= max(op.nmse, planned.node.op.nmse)
 
 
-@pytest.mark.parametrize("op", [op for op in REGISTRY.values() if op.fusions], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in all_ops() if op.fusions], ids=lambda op: op.name)
 def test_every_rule_has_cases(op):
     assert op.fused_cases
 

@@ -18,7 +18,7 @@ from test_op_errors import N, T, V, apart, leaf, turned
 import ggjit as gg
 from ggjit import ops, types
 from ggjit.dev.probe import LAYOUTS, Leafs, laid_out
-from ggjit.op import REGISTRY
+from ggjit.op import all_ops
 
 ONE_LINE = re.compile(r"[\w.]+: [^\n]+")
 
@@ -564,7 +564,7 @@ class Changed(Leafs):
     ints = __call__
 
 
-@pytest.mark.parametrize("op", [op for op in REGISTRY.values() if op.cases], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in all_ops() if op.cases], ids=lambda op: op.name)
 def test_changed_cases_are_built_or_refused_in_one_line(op):
     """ValueError, TypeError or NotImplementedError that begins with a name, supported or not."""
     rng = random.Random(op.name)

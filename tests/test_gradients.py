@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 
 import ggjit as gg
-from ggjit import ops  # noqa: F401  (fills the registry)
 from ggjit.autodiff import FLOATS
 from ggjit.dev.cases import CaseInputs, nmse
 from ggjit.dev.gradients import gradient_errors, graph_errors, leafs_of
 from ggjit.graph import Graph
-from ggjit.op import REGISTRY
+from ggjit.op import all_ops
 from ggjit.ops.unary import FUNCTIONS
 from ggjit.tensor import Tensor
 
 FULL = bool(os.environ.get("GGJIT_FULL_TESTS"))
 N_QUICK = 3
-OPS = [op for op in REGISTRY.values() if op.name != "none"]
+OPS = [op for op in all_ops() if op.name != "none"]
 CASES = [(op, name) for op in OPS if op.has_backward for name in (op.cases if FULL else [*op.cases][:N_QUICK])]
 
 WITHOUT_RULE = {

@@ -23,7 +23,7 @@ from ggjit.dev.cases import ARENA, CaseInputs, nmse, reference_of, values_of
 from ggjit.dev.probe import LAYOUTS, laid_out
 from ggjit.errors import OutOfArena
 from ggjit.graph import Graph
-from ggjit.op import NONE, REGISTRY
+from ggjit.op import NONE, all_ops
 from ggjit.ops.views import overlaps
 
 SIZES = (0, 1, 2, 3, 5, 7, 13, 15, 17, 31, 33, 47, 64, 65)
@@ -165,7 +165,7 @@ INNER = (
     "mul_mat_id_back",
     "recurrence_back",
 )  # no builder checks their shapes
-OPS = [op for op in REGISTRY.values() if op.cases and not op.view and op.name not in (*OWN, *INNER)]
+OPS = [op for op in all_ops() if op.cases and not op.view and op.name not in (*OWN, *INNER)]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

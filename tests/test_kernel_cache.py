@@ -64,7 +64,7 @@ def test_keys_change_with_cpu_and_compiler(monkeypatch):
     assert key_of(source) != base
     monkeypatch.undo()
     kernel_cache._compiler.cache_clear()
-    monkeypatch.setattr(kernel_cache, "version", lambda name: "9.9")
+    monkeypatch.setattr(kernel_cache, "_version", lambda package: "9.9")
     assert key_of(source) != base
     monkeypatch.undo()
     kernel_cache._compiler.cache_clear()
@@ -128,7 +128,7 @@ def test_an_edit_recompiles_what_it_touches_and_no_more(tree):
 
     def keys():
         out = subprocess.run(
-            [sys.executable, "-c", KEYS], cwd=tree, check=True, capture_output=True, text=True, timeout=120
+            [sys.executable, "-B", "-c", KEYS], cwd=tree, check=True, capture_output=True, text=True, timeout=120
         ).stdout.split()
         assert out[4] == "False", "keys need no Numba"
         return out[:4]
@@ -310,7 +310,7 @@ def test_places_for_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("GGJIT_CACHE_DIR", str(blocked / "x"))
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(temporary))
     place = find()
     assert place is not None
     assert place.parent == temporary
@@ -321,7 +321,7 @@ def test_places_for_the_folder(monkeypatch, tmp_path):
         place.symlink_to(tmp_path / "xdg")
         assert find() is None
         place.unlink()
-    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(blocked))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(blocked))
     assert find() is None
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ggjit import ops, types  # noqa: F401  (ops fills the registry)
+from ggjit import types
 from ggjit.dev import memory, seeds
 from ggjit.dev.probe import Found, Probe, Types
-from ggjit.op import NONE, REGISTRY, Op
+from ggjit.op import NONE, Op, all_ops
 from ggjit.ops.glu import FUNCTIONS as GATED
 from ggjit.ops.lib.convert import is_encodable
 from ggjit.ops.unary import FUNCTIONS as UNARY
@@ -171,7 +171,7 @@ def ops_page() -> str:
     """The table of ops."""
     functions = {"unary": UNARY, "unary_back": UNARY, "glu": GATED}
     rows = []
-    for op in sorted((op for op in REGISTRY.values() if op.cases and op is not NONE), key=lambda op: op.name):
+    for op in [op for op in all_ops() if op.cases and op is not NONE]:
         probe = Probe(op, functions.get(op.name, ()))
         rows += [_row(op, name, probe.found[name], probe.takes_all) for name in sorted(probe.found)]
     known = groups()

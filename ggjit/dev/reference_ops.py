@@ -204,7 +204,7 @@ def run_op(case: Case, threads: Sequence[int]) -> list[Difference]:
     Raises:
         Unsupported: no code for it is registered.
     """
-    if case.meta["op"].lower() not in op_registry.REGISTRY:
+    if case.meta["op"].lower() not in {op.name for op in op_registry.all_ops()}:
         raise Unsupported("ops", case.meta["op"].lower())
     found: list[Difference] = []
     first: Array | None = None

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,7 +63,7 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise ValueError(f"GgufWriter: path must name a file or nothing yet, got {os.fspath(path)!r}")
     folder, name = os.path.split(target)
     try:
-        temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(8)}.tmp")
+        temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(8).hex()}.tmp")
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
