@@ -17,6 +17,7 @@ Flags are the same for all code: no fastmath, NumPy's error model, no allocation
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -165,7 +166,6 @@ class Words(Compiled):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self.n_args = len(inspect.signature(function).parameters)
-        self._call: Any = None
 
     def compile(self, assembly: bool = False) -> bytes | str:
         """Compile now, whatever the cache holds; return the object code or its assembly."""
@@ -173,12 +173,10 @@ class Words(Compiled):
 
         return numba_entry.compile_words(self.function, self.entry, assembly)
 
-    @property
+    @functools.cached_property
     def c_function(self) -> Any:
         """The ctypes function, for callers that call often."""
-        if self._call is None:
-            self._call = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + self.n_args))(self.address())
-        return self._call
+        return ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + self.n_args))(self.address())
 
     def __call__(self, *args: int) -> int:
         """Call the C function."""

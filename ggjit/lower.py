@@ -35,6 +35,7 @@ from ggjit.types import Type
 if TYPE_CHECKING:
     from ggjit.graph import Graph
     from ggjit.jit import Kernel
+    from ggjit.threadpool import Pool
 
 BARRIER, COUNTER = 1, 2
 SCRATCH_ALIGN = 64
@@ -303,6 +304,8 @@ class Executable:
         self.memories = readable.memories(graph)
         self._writers: readable.Writers | None = None
         self._adaptive = Adaptive(self.program)
+        self._pool: Pool | None = None
+        self._ran: object = None  # the state of what is readable after the last run
         self._addresses = [t.data for t in [*graph.leafs, *graph.nodes]]
 
     @property
@@ -328,18 +331,21 @@ class Executable:
             IndexError: an index is out of range; names node, source, position and value.
             RuntimeError: a kernel failed otherwise.
         """
-        from ggjit.threadpool import get_pool
+        pool = self._pool
+        if pool is None:
+            from ggjit.threadpool import get_pool
 
-        if callback is not None and self.fused:  # it wants to see every node
-            self._apart = self._apart or lower(self.graph, self.n_threads, fuse=False)
-            return self._apart.run(callback)
-        pool = get_pool(self.n_threads)
+            pool = self._pool = get_pool(self.n_threads)
         if callback is None:
             failed = self._adaptive.run(pool)
             if failed is not None:
                 raise self.error(*failed)
-            readable.ran(self)
+            if readable.state is not self._ran:
+                self._ran = readable.ran(self)
             return True
+        if self.fused:  # it wants to see every node
+            self._apart = self._apart or lower(self.graph, self.n_threads, fuse=False)
+            return self._apart.run(callback)
         readable.forget(*self.memories)  # each node may be looked at as it is computed
         at = 0
         for node in self.graph.nodes:
@@ -351,7 +357,7 @@ class Executable:
                 raise self.error(*failed)
             if not callback(node):
                 return False
-        readable.ran(self)
+        self._ran = readable.ran(self)
         return True
 
     def time(self) -> NDArray[np.int64]:

@@ -141,6 +141,7 @@ def note_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     for ith in range(nth):
         shared.store(state + FAILURES + LINE * ith, 0)
     shared.store_atomic(state + FAILED, 0)
+    shared.store_atomic(state + ABORT, 0)
     shared.store_atomic(state + ROWS, rows)
     shared.store_atomic(state + FIRST, first)
     shared.store_atomic(state + LAST, last)
@@ -263,7 +264,17 @@ class Program:
                 f"Program: a BARRIER must stand between rows with COUNTER and the same task, got none before row {row}"
             )
         self.rows = rows
-        self.ticks: NDArray[np.int64] | None = None
+        self._n_rows, self._address = len(rows), rows.ctypes.data
+        self.ticks = None
+
+    @property
+    def ticks(self) -> NDArray[np.int64] | None:
+        """Where times go."""
+        return self._ticks
+
+    @ticks.setter
+    def ticks(self, ticks: NDArray[np.int64] | None) -> None:
+        self._ticks, self._times = ticks, 0 if ticks is None else ticks.ctypes.data
 
     def run(self, pool: Pool, first: int = 0, last: int | None = None, alone: bool = False) -> tuple[int, int] | None:
         """Run rows first to last on all threads of the pool, or on the calling thread `alone`.
@@ -274,11 +285,10 @@ class Program:
         Raises:
             Aborted: `pool.abort` was called.
         """
-        last = len(self.rows) if last is None else last
-        if not 0 <= first <= last <= len(self.rows):
-            raise ValueError(f"Program.run: rows must be within 0 to {len(self.rows)}, got {first} to {last}")
-        times = 0 if self.ticks is None else self.ticks.ctypes.data
-        return pool.execute(self.rows.ctypes.data, first, last, times, alone)
+        last = self._n_rows if last is None else last
+        if not 0 <= first <= last <= self._n_rows:
+            raise ValueError(f"Program.run: rows must be within 0 to {self._n_rows}, got {first} to {last}")
+        return pool.execute(self._address, first, last, self._times, alone)
 
     def time(self, pool: Pool) -> NDArray[np.int64]:
         """Run all rows and return the nanoseconds of each on thread 0, barriers included.
@@ -289,7 +299,7 @@ class Program:
         """
         rate = ns_per_tick()
         ticks = np.zeros(2 * len(self.rows) + 1, np.int64)
-        failed = pool.execute(self.rows.ctypes.data, 0, len(self.rows), ticks.ctypes.data)
+        failed = pool.execute(self._address, 0, self._n_rows, ticks.ctypes.data)
         if failed is not None:
             raise RuntimeError(f"Program.time: rows must not fail, got status {failed[1]} at row {failed[0]}")
         return np.rint(np.diff(ticks[::2]) * rate).astype(np.int64)

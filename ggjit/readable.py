@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ggjit.tensor import Tensor
 
 _runs: weakref.WeakKeyDictionary[Buffer, list[weakref.ref[Executable]]] = weakref.WeakKeyDictionary()
+state = object()  # another one whenever something changes, so that who ran last need not say it again
 
 
 class Writers:
@@ -53,17 +54,22 @@ def memories(graph: Graph) -> tuple[Buffer, ...]:
     return tuple(found)
 
 
-def ran(executable: Executable) -> None:
-    """Note that a program has run to its end."""
+def ran(executable: Executable) -> object:
+    """Note that a program has run to its end; returns the state, which is the same until another one runs."""
+    global state
+    mine = state = object()
     for buffer in executable.memories:
         runs = _runs.setdefault(buffer, [])
         if not runs or runs[-1]() is not executable:
             runs[:] = [r for r in runs if r() is not None and r() is not executable]
             runs.append(weakref.ref(executable))
+    return mine
 
 
 def forget(*buffers: Buffer) -> None:
     """Note that nothing is known of the bytes of buffers: tensors move in, or a run has begun."""
+    global state
+    state = object()
     for buffer in buffers:
         _runs.pop(buffer, None)
 

@@ -14,6 +14,7 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,8 @@ class Pool:
         self._state = self._words.ctypes.data
         self._parking = threading.Lock()
         self._parked: list[threading.Lock] = []  # workers that wait in Python
-        self._python_parking = self._words[WAIT_KIND // 8] == shared.NO_WAIT
+        in_python = self._words[WAIT_KIND // 8] == shared.NO_WAIT
+        self._job: Callable[..., int] = self._publish_and_run if in_python else program.execute.c_function
         self._threads = [
             threading.Thread(target=self._serve, args=(self._words, i), name=f"ggjit-{i}", daemon=True)
             for i in range(1, self.n_threads)
@@ -127,26 +129,22 @@ class Pool:
         if first == last:
             return None
         with self._busy:
-            self._words[ABORT // 8] = 0
-            if alone:
-                result = program.execute_alone(self._state, rows, first, last, times)
-            else:
-                result = self._job(rows, first, last, times)
+            job = program.execute_alone.c_function if alone else self._job
+            result = job(self._state, rows, first, last, times)
             if result == program.FAILURE:
                 return self._failure()
         if result == program.ABORTED:
             raise program.Aborted(f"program: stopped by abort, got rows {first} to {last} only in part")
         return None
 
-    def _job(self, rows: int, first: int, last: int, times: int) -> int:
-        if not self._python_parking:
-            return program.execute(self._state, rows, first, last, times)
-        job = program.publish(self._state, rows, first, last, times)
+    def _publish_and_run(self, state: int, rows: int, first: int, last: int, times: int) -> int:
+        """What `program.execute` does, where workers wait in Python."""
+        job = program.publish(state, rows, first, last, times)
         with self._parking:
             for sleep in self._parked:
                 sleep.release()
             self._parked.clear()
-        return program.run(self._state, job)
+        return program.run(state, job)
 
     def _failure(self) -> tuple[int, int]:
         lines = self._words[FAILURES // 8 :].reshape(-1, 8)
@@ -159,7 +157,7 @@ class Pool:
     def close(self) -> None:
         """End the workers; the pool cannot be used afterwards."""
         with self._busy:
-            self._job(0, 0, _STOP, 0)
+            self._job(self._state, 0, 0, _STOP, 0)
             for thread in self._threads:
                 thread.join()
 

@@ -202,37 +202,42 @@ def rise(work, heap, i, key):
     memory.store_i64(work, heap + 8 * i, key)
 
 
+@jitted
+def best_keys(src, at, nb0, n, k, work, histogram, heap):
+    """Keys of the k largest of n values at byte `at`, the best first, by a heap, then sorted; returns where they lie.
+
+    The heap has room for 2 k keys. Of 16 values of which none is above the worst in the heap, none belongs there: later
+    equals come after it.
+    """
+    for i in range(k):
+        rise(work, heap, i, key_of(memory.load_f32(src, at + i * nb0), i, np.int64(-1)))
+    i = k
+    while i < n:
+        if nb0 == 4:
+            worst = value_of(memory.load_i64(work, heap))
+            while i + 16 <= n and vec.all_lanes(vec.load(src, at + 4 * i) <= worst):
+                i += 16
+        for j in range(i, i + 16 if i + 16 < n else n):
+            key = key_of(memory.load_f32(src, at + j * nb0), j, np.int64(-1))
+            if key < memory.load_i64(work, heap):
+                sink(work, heap, k, key)
+        i += 16
+    if k > FEW:
+        return sort_many(work, heap, heap + 8 * k, histogram, k, np.int64(0))
+    sort_few(work, heap, k)
+    return heap
+
+
 @kernel
 def top_k_f32(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
-    """The k smallest keys against the values, in a heap, then sorted.
-
-    Of 16 values of which none is above the worst in the heap, none belongs there: later equals come after it.
-    """
+    """The k smallest keys against the values."""
     n, k = src0_ne[0], dst_ne[0]
     histogram = COUNTER_LINE + (HISTOGRAM + 16 * k) * ith
-    heap = histogram + HISTOGRAM
     first, last = rows.whole(dst_ne, ith, nth)
     i1, i2, i3 = rows.position(dst_ne, first)
     for _ in range(first, last):
         at = rows.offset(src0_nb, i1, i2, i3)
-        for i in range(k):
-            rise(work, heap, i, key_of(memory.load_f32(src0, at + i * src0_nb[0]), i, np.int64(-1)))
-        i = k
-        while i < n:
-            if src0_nb[0] == 4:
-                worst = value_of(memory.load_i64(work, heap))
-                while i + 16 <= n and vec.all_lanes(vec.load(src0, at + 4 * i) <= worst):
-                    i += 16
-            for j in range(i, i + 16 if i + 16 < n else n):
-                key = key_of(memory.load_f32(src0, at + j * src0_nb[0]), j, np.int64(-1))
-                if key < memory.load_i64(work, heap):
-                    sink(work, heap, k, key)
-            i += 16
-        found = heap
-        if k > FEW:
-            found = sort_many(work, heap, heap + 8 * k, histogram, k, np.int64(0))
-        else:
-            sort_few(work, heap, k)
+        found = best_keys(src0, at, src0_nb[0], n, k, work, histogram, histogram + HISTOGRAM)
         store_indices(dst, rows.offset(dst_nb, i1, i2, i3), work, found, k)
         i1, i2, i3 = rows.following(dst_ne, i1, i2, i3)
 

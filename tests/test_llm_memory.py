@@ -312,10 +312,10 @@ def test_s99_rows_of_the_embedding_are_read_when_wanted(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_bytes(bytes(range(100)))
     rows, out = FileRows(str(path), 10, 9), np.zeros((3, 9), np.uint8)
-    rows.read([4, 0, 9], out)
+    rows.read([4, 0, 9], map(memoryview, out))
     assert out[:, 0].tolist() == [46, 10, 91] and out[0].tolist() == list(range(46, 55))
     with pytest.raises(OSError, match=r"rows: row 10 must have 9 bytes, got 0"):
-        rows.read([10], out[:1])
+        rows.read([10], [memoryview(out[0])])
     with load("llama-headdim") as a, load("llama-headdim", repack=False) as b:
         assert set(a.model.file_rows) == {a.model.weights["token_embd.weight"]} and not b.model.file_rows
         ids = ids_of("llama-headdim")

@@ -46,6 +46,34 @@ def test_draws_follow_the_probabilities_and_the_seed():
     np.testing.assert_allclose(share, [0.6, 0.1, 0.3], atol=0.03)
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(40, 0.95, 0.05), (0, 1.0, 0.0), (7, 0.6, 0.0), (300, 1.0, 1e-3)]
+)
+def test_draws_are_those_of_a_plain_computation(top_k, top_p, min_p):
+    rng = np.random.default_rng(3)
+    sampler, draws = Sampler(0.7, top_k, top_p, min_p, seed=11), np.random.default_rng(11)
+    for _ in range(90):  # more than random numbers are drawn at a time
+        logits = rng.normal(0, 3, 1000).astype(np.float32)
+        ids = np.argsort(-logits, kind="stable")[: top_k or None]
+        p = softmax(logits[ids])
+        n = min(np.count_nonzero(np.cumsum(p) - p < top_p), np.count_nonzero(p >= min_p * p[0]))
+        p = softmax(logits[ids[:n]].astype(np.float64) / 0.7)
+        assert sampler(logits) == ids[np.count_nonzero(np.cumsum(p) <= draws.random())]
+
+
+def test_one_array_whose_values_change_and_arrays_of_other_sizes():
+    sampler, logits = Sampler(temperature=0), np.zeros(100, np.float32)
+    for best, n in ((5, 100), (70, 100), (3, 40), (60, 100), (0, 1)):
+        logits[:] = 0
+        logits[best] = 1
+        assert sampler(logits if n == 100 else logits[:n]) == best
+    wide = np.zeros((50, 2), np.float32)
+    for best in (7, 30):  # not contiguous: its values are copied each time
+        wide[:] = 0
+        wide[best, 1] = 1
+        assert sampler(column := wide[:, 1]) == best and column.base is wide
+
+
 def test_bad_parameters_and_logits():
     with pytest.raises(ValueError, match="temperature must be between 0"):
         Sampler(temperature=-1)
@@ -53,3 +81,8 @@ def test_bad_parameters_and_logits():
         Sampler(top_p=1.5)
     with pytest.raises(ValueError, match="logits must be finite"):
         Sampler()(np.full(4, np.nan, np.float32))
+    with pytest.raises(ValueError, match="logits must be finite, got -inf for token 0"):
+        Sampler(0)(np.full(4, -np.inf, np.float32))
+    for shape in ((0,), (1, 4)):
+        with pytest.raises(ValueError, match="logits must be one row of at least one value"):
+            Sampler()(np.zeros(shape, np.float32))

@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from test_sched_passes import Builder, Fake, fake_cpu
 
 import ggjit as gg
+from ggjit.llm import Batch
 from ggjit.sched import SchedGraph, Scheduler
 from ggjit.show.files import sections
 
@@ -121,8 +121,8 @@ def test_split_models_are_refused(llm: gg.LLM, monkeypatch: pytest.MonkeyPatch) 
 
 def test_cells(llm: gg.LLM) -> None:
     cache = llm.context.cache
-    cache.take(np.arange(3), np.arange(3, dtype=np.int32), np.zeros(3, np.int32))
-    cache.take(np.arange(3, 5), np.arange(2, dtype=np.int32), np.ones(2, np.int32))
+    cache.take(Batch.of([1, 2, 3]), 10)
+    cache.take(Batch.of([1, 2], seq=1), 10)
     drawing = gg.show.cells(cache, 40, window=5)
     assert words(drawing) == ["0", "0", "1", "2", "0", "1", "32", "sequence 0", "sequence 1"]
     one, two = fills(drawing)[-2:]

@@ -10,9 +10,6 @@ import os
 import weakref
 from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 __all__ = ["FileRows"]
 
 
@@ -33,24 +30,28 @@ class FileRows:
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._fd)
 
-    def read(self, ids: Iterable[int], out: NDArray[np.uint8]) -> None:
+    def read(self, ids: Iterable[int], out: Iterable[memoryview]) -> None:
         """Read rows.
 
         Args:
             ids: their numbers.
-            out: [n, row_nbytes].
+            out: `row_nbytes` bytes for each.
 
         Raises:
             OSError: the file cannot be read, or has become shorter.
         """
         for row, id in zip(out, ids, strict=True):
-            data = self._at(self.offset + id * self.row_nbytes)
-            if len(data) != self.row_nbytes:
-                raise OSError(f"{self.path}: row {id} must have {self.row_nbytes} bytes, got {len(data)}")
-            row[:] = np.frombuffer(data, np.uint8)
+            n = _read_at(self._fd, (row,), self.offset + id * self.row_nbytes)
+            if n != self.row_nbytes:
+                raise OSError(f"{self.path}: row {id} must have {self.row_nbytes} bytes, got {n}")
 
-    def _at(self, offset: int) -> bytes:
-        if hasattr(os, "pread"):  # a forked child shares the file's position
-            return os.pread(self._fd, self.row_nbytes, offset)
-        os.lseek(self._fd, offset, os.SEEK_SET)
-        return os.read(self._fd, self.row_nbytes)
+
+def _seek_and_read(fd: int, out: tuple[memoryview], offset: int) -> int:
+    """os.preadv where the system has none. A forked child shares the file's position, so it is the second choice."""
+    os.lseek(fd, offset, os.SEEK_SET)
+    data = os.read(fd, len(out[0]))
+    out[0][: len(data)] = data
+    return len(data)
+
+
+_read_at = getattr(os, "preadv", _seek_and_read)

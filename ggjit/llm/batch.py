@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ggjit.llm import inputs
+
+_put = struct.Struct("=2i").pack_into
 
 
 @dataclass(frozen=True)
@@ -18,12 +23,17 @@ class Batch:
         pos: position in their sequence, int32 [n].
         seq: sequence ids, int32 [n].
         output: bool [n], the tokens whose logits are wanted.
+        n_tokens: n.
+        address: of the words that compiled code knows the batch by (`ggjit.llm.inputs`).
     """
 
     tokens: NDArray[np.int32]
     pos: NDArray[np.int32]
     seq: NDArray[np.int32]
     output: NDArray[np.bool_]
+    n_tokens: int = field(init=False, repr=False)
+    address: int = field(init=False, repr=False)
+    _words: NDArray[np.int64] = field(init=False, repr=False)
 
     @classmethod
     def of(cls, tokens: Sequence[int], first: int = 0, seq: int = 0, outputs: str = "last") -> Batch:
@@ -39,9 +49,6 @@ class Batch:
             TypeError: the ids are no whole numbers.
             ValueError: one does not fit 32 bits.
         """
-        if type(tokens) is list and len(tokens) == 1 and type(id := tokens[0]) is int and 0 <= id < 1 << 31:
-            array = np.array([id, first, seq], np.int32)  # the step of a generation, at the least cost
-            return cls(array[:1], array[1:2], array[2:], np.full(1, outputs != "none"))
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(
@@ -70,36 +77,53 @@ class Batch:
         lengths = [len(a) for a in (self.tokens, self.pos, self.seq, self.output)]
         if lengths.count(lengths[0]) < 4:
             raise ValueError(f"Batch: tokens, pos, seq and output must be equally long, got {lengths}")
+        words = [lengths[0]]
+        for name, kind in (("tokens", np.int32), ("pos", np.int32), ("seq", np.int32), ("output", np.bool_)):
+            array = np.ascontiguousarray(getattr(self, name), kind)
+            object.__setattr__(self, name, array)
+            words.append(array.ctypes.data)
+        object.__setattr__(self, "n_tokens", lengths[0])
+        object.__setattr__(self, "_words", np.array(words, np.int64))
+        object.__setattr__(self, "address", self._words.ctypes.data)
 
-    def check_places(self) -> None:
-        """Refuse positions and sequences that a cache uses for free cells.
+    def check(self, n_vocab: int) -> None:
+        """Refuse ids that a model does not know, and positions and sequences that a cache uses for free cells.
 
         Raises:
-            ValueError: one is negative.
+            ValueError: one is out of range.
         """
-        for name, array in (("positions", self.pos), ("sequences", self.seq)):
-            lowest = array[0] if len(array) == 1 else array.min(initial=0)
-            if lowest < 0:
-                raise ValueError(f"decode: {name} must not be negative, got {lowest}")
+        wrong = inputs.check(self.address, n_vocab)
+        if wrong:
+            raise self.error(wrong, n_vocab)
 
-    @property
-    def id_range(self) -> tuple[int, int]:
-        """The lowest and the highest id; 0, 0 without tokens."""
-        if len(self.tokens) < 2:
-            id = int(self.tokens[0]) if len(self.tokens) else 0
-            return id, id
-        return int(self.tokens.min()), int(self.tokens.max())
+    def error(self, wrong: int, n_vocab: int) -> ValueError:
+        """The error for what compiled code found to be wrong."""
+        if wrong == inputs.BAD_ID:
+            bad = next(t for t in self.tokens.tolist() if not 0 <= t < n_vocab)
+            return ValueError(f"decode: token ids must be in [0, {n_vocab}), got {bad}")
+        name, array = ("positions", self.pos) if wrong == inputs.BAD_POS else ("sequences", self.seq)
+        return ValueError(f"decode: {name} must not be negative, got {array.min()}")
 
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.tokens)
-
-    def ubatches(self, n_ubatch: int) -> Iterator[Batch]:
+    def ubatches(self, n_ubatch: int) -> Sequence[Batch]:
         """The batch in pieces of at most `n_ubatch` tokens."""
         if 0 < self.n_tokens <= n_ubatch:
-            yield self
-            return
-        for i in range(0, self.n_tokens, n_ubatch):
-            s = slice(i, i + n_ubatch)
-            yield Batch(self.tokens[s], self.pos[s], self.seq[s], self.output[s])
+            return (self,)
+        cuts = [slice(i, i + n_ubatch) for i in range(0, self.n_tokens, n_ubatch)]
+        return [Batch(self.tokens[s], self.pos[s], self.seq[s], self.output[s]) for s in cuts]
+
+
+class NextToken:
+    """The batch of one token that a generation decodes again and again.
+
+    Attributes:
+        batch: the batch.
+    """
+
+    def __init__(self) -> None:
+        self._ids = np.zeros(3, np.int32)
+        self.batch = Batch(self._ids[:1], self._ids[1:2], self._ids[2:], np.ones(1, np.bool_))
+
+    def put(self, id: int, pos: int) -> Batch:
+        """The batch with another token."""
+        _put(self._ids, 0, id, pos)
+        return self.batch

@@ -8,7 +8,7 @@ outputs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,9 +19,9 @@ from ggjit.alloc import GraphAllocator
 from ggjit.backend import Buffer, BufferType, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
 from ggjit.graph import Graph, graph_overhead
+from ggjit.llm import inputs
 from ggjit.llm.batch import Batch
 from ggjit.llm.kv_cache import PAD, KVCache
-from ggjit.llm.masks import fill_mask
 from ggjit.lower import Executable, Scratch, lower, scratch_size
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
@@ -93,18 +93,21 @@ class DecodeGraph:
         return self
 
     def _bind(self) -> None:
-        """Look up where inputs and result lie."""
+        """Note where inputs and result lie."""
         known = {*self.graph.leafs}
-        inputs = [self.tokens, self.pos, self.cells, self.out_ids]
+        numbers = None
         if self._rows is not None:
-            self._row_bytes = self._rows[0].bytes().reshape(self.n_tokens, -1)
-            self._row_ids = np.arange(self.n_tokens, dtype=np.int32)
-            inputs.append(self._rows[1])
-        self._inputs = {t: t.numpy() for t in inputs if t in known}
-        masks = [(0, self.mask), *self._windows.items()]
-        self._masks = [(w, t.data) for w, t in masks if t in known]
-        on_host = self.logits is not None and self.logits.buffer is not None and self.logits.buffer.type.is_host
-        self._result = self.logits.numpy()[0, 0] if self.logits is not None and on_host else None
+            rows, numbers, _ = self._rows
+            self._row_bytes = [memoryview(row) for row in rows.bytes().reshape(self.n_tokens, -1)]
+        wanted = [self.tokens, self.pos, self.cells, self.out_ids, numbers]
+        masks = [(t.data, window) for window, t in [(0, self.mask), *self._windows.items()] if t in known]
+        places = [0 if t is None or t not in known else t.data for t in wanted]
+        self._inputs = np.array([self.n_kv, *places, len(masks), *(x for m in masks for x in m)], np.int64)
+        self._inputs_address = self._inputs.ctypes.data
+        self._result = self._last = None
+        if self.logits is not None and self.logits.buffer is not None and self.logits.buffer.type.is_host:
+            self._result = self.logits.numpy()[0, 0]
+            self._last = self._result[-1]
 
     # -- what model files call ---------------------------------------------------------------------------------------
 
@@ -166,23 +169,13 @@ class DecodeGraph:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch, cells: NDArray[np.int64], callback: Callable[[Tensor], bool] | None = None) -> bool:
-        """Fill the inputs and compute; False if the callback stopped it."""
+    def run(self, batch: Batch, callback: Callable[[Tensor], bool] | None = None) -> bool:
+        """Fill the inputs for a batch that has its cells, and compute; False if the callback stopped it."""
         if self._scheduled is not None and self._scheduled.place():
             self._bind()
-        values = {self.tokens: batch.tokens, self.pos: batch.pos, self.cells: cells}
-        if 0 < self.n_outputs < self.n_tokens:
-            values[self.out_ids] = np.flatnonzero(batch.output)
         if self._rows is not None:
-            _, numbers, source = self._rows
-            source.read(batch.tokens.tolist(), self._row_bytes)
-            values[numbers] = self._row_ids
-        for t, view in self._inputs.items():
-            view[...] = values[t]
-        of_tokens = [np.ascontiguousarray(a, np.int32) for a in (batch.pos, batch.seq)]
-        addresses = *self.cache.addresses, *(int(a.__array_interface__["data"][0]) for a in of_tokens)
-        for window, mask in self._masks:
-            fill_mask(mask, self.n_kv, self.n_tokens, *addresses, window)
+            self._rows[2].read(batch.tokens.tolist(), self._row_bytes)
+        inputs.fill.c_function(self._inputs_address, batch.address, self.cache.address)
         return (self._scheduled or self.executable).run(callback)
 
     def result(self) -> NDArray[np.float32]:
@@ -190,6 +183,11 @@ class DecodeGraph:
         assert self.logits is not None
         result: NDArray[np.float32] = self.logits.numpy()[0, 0] if self._result is None else self._result
         return result
+
+    def last_result(self) -> NDArray[np.float32]:
+        """The logits of the last of the tokens that have them, as `result` gives them."""
+        last: NDArray[np.float32] = self.result()[-1] if self._last is None else self._last
+        return last
 
 
 class _Allocator(GraphAllocator):
@@ -340,16 +338,13 @@ class DecodeContext:
         self._graphs.move_to_end(key)
         return found
 
-    def decode(
-        self, batch: Batch, callback: Callable[[Tensor], bool] | None = None, copy: bool = True
-    ) -> NDArray[np.float32]:
+    def decode(self, batch: Batch, callback: Callable[[Tensor], bool] | None = None) -> NDArray[np.float32]:
         """Compute a batch; its keys and values stay in the cache.
 
         Args:
             batch: tokens.
             callback: see `Executable.run`. If it stops the run, the cells of the ubatch are free again and no more
                 logits are computed.
-            copy: False gives the logits of the last ubatch alone, as a view that the next call may overwrite.
 
         Returns:
             Logits of the tokens with `output` set, f32 [n, n_vocab].
@@ -357,38 +352,51 @@ class DecodeContext:
         Raises:
             ValueError: a token id is out of range, or the cache is too full; nothing is computed then.
         """
-        n_vocab = self.model.n_vocab
-        lowest, highest = batch.id_range
-        if not 0 <= lowest <= highest < n_vocab:
-            bad = next(t for t in batch.tokens.tolist() if not 0 <= t < n_vocab)
-            raise ValueError(f"decode: token ids must be in [0, {n_vocab}), got {bad}")
-        batch.check_places()
-        if batch.n_tokens > self.n_ctx - self.cache.n_used:
-            raise ValueError(
-                f"decode: tokens must fit the context of {self.n_ctx}, "
-                f"got {batch.n_tokens} with {self.cache.n_used} in use"
-            )
-        results = np.empty((np.count_nonzero(batch.output) if copy else 0, n_vocab), np.float32)
+        results = np.empty((np.count_nonzero(batch.output), self.model.n_vocab), np.float32)
         at = 0
-        for u in batch.ubatches(self.n_ubatch):
-            n_outputs = int(np.count_nonzero(u.output))
-            cells = self.cache.find_cells(u.n_tokens)
-            graph = self.graph(u.n_tokens, self.cache.window(cells), n_outputs)
-            self.cache.take(cells, u.pos, u.seq)
+        for graph in self._compute(batch, callback):
+            if graph.n_outputs:
+                results[at : at + graph.n_outputs] = graph.result()
+                at += graph.n_outputs
+        return results[:at]
+
+    def decode_last(self, batch: Batch) -> NDArray[np.float32]:
+        """Compute a batch of which the last token, and no other, gives logits.
+
+        Args:
+            batch: at least one token.
+
+        Returns:
+            Its logits, f32 [n_vocab]: where they lie, if that is the host's memory; the next call overwrites them.
+
+        Raises:
+            ValueError: see `decode`.
+        """
+        *_, graph = self._compute(batch, None)
+        return graph.last_result()
+
+    def _compute(self, batch: Batch, callback: Callable[[Tensor], bool] | None) -> Iterator[DecodeGraph]:
+        """Compute ubatch after ubatch, until the callback stops one; gives the graph of each."""
+        cache, n_vocab = self.cache, self.model.n_vocab
+        if batch.n_tokens > self.n_ctx - cache.n_used:
+            raise ValueError(
+                f"decode: tokens must fit the context of {self.n_ctx}, got {batch.n_tokens} with {cache.n_used} in use"
+            )
+        ubatches = batch.ubatches(self.n_ubatch)
+        if len(ubatches) > 1:
+            batch.check(n_vocab)  # all of them, before the first is computed
+        for u in ubatches:
+            n_outputs = cache.take(u, n_vocab)
+            done = False
             try:
-                done = graph.run(u, cells, callback)
-            except BaseException:
-                self.cache.free(cells)
-                raise
+                graph = self.graph(u.n_tokens, cache.n_seen, n_outputs)
+                done = graph.run(u, callback)
+            finally:
+                if not done:
+                    cache.give_back(u)
             if not done:
-                self.cache.free(cells)
-                return results[:at]
-            if not copy:
-                results = graph.result() if n_outputs else results
-            elif n_outputs:
-                results[at : at + n_outputs] = graph.result()
-                at += n_outputs
-        return results
+                return
+            yield graph
 
     def close(self) -> None:
         """Drop graphs and cache."""

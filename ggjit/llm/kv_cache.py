@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from ggjit.backend import Buffer, BufferType, NewBuffer, alloc_ctx_tensors, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
+from ggjit.llm import inputs
+from ggjit.llm.batch import Batch
 from ggjit.pages import use_small_pages
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
@@ -37,8 +39,9 @@ class KVCache:
         v: for each layer [n_embd_v, n_cells].
         pos: position of each cell's token, -1 if the cell is free.
         seq: sequence of each cell's token, -1 if the cell is free.
-        addresses: of `pos` and `seq`.
+        address: of the words that compiled code knows the cache by (`ggjit.llm.inputs`).
         n_used: cells in use.
+        n_seen: cells that a graph must see, see `window`.
         buffers: that hold them, by their types.
         nbytes: bytes of keys and values.
     """
@@ -71,24 +74,29 @@ class KVCache:
         self.nbytes = sum(b.size for b in self.buffers.values())
         self.pos = np.full(n_cells, -1, np.int32)
         self.seq = np.full(n_cells, -1, np.int32)
-        self.addresses = self.pos.ctypes.data, self.seq.ctypes.data
+        self._taken = np.zeros(n_cells, np.int64)
+        lists = [a.ctypes.data for a in (self.pos, self.seq, self._taken)]
+        self._words = np.array([n_cells, *lists], np.int64)
+        self.address = self._words.ctypes.data
         self.n_used = self._end = 0
+        self.n_seen = self.window()
 
     def find_cells(self, n: int) -> NDArray[np.int64]:
-        """The first `n` free cells.
+        """The first `n` free cells, which the next `n` tokens will take.
 
         Raises:
             ValueError: fewer are free.
         """
-        end = self._end
-        if self.n_used == end and end + n <= self.n_cells:
-            return np.arange(end, end + n)
-        free = np.flatnonzero(self.pos < 0)[:n]
-        if len(free) < n:
-            raise ValueError(f"decode: tokens must fit the context of {self.n_cells}, got {n} with {len(free)} free")
-        return free
+        found = inputs.find(self.address, n, self._end if self.n_used == self._end else 0)
+        if found < n:
+            raise self._full(n)
+        return self._taken[:n].copy()
 
-    def window(self, cells: NDArray[np.int64]) -> int:
+    def _full(self, n: int) -> ValueError:
+        free = self.n_cells - self.n_used
+        return ValueError(f"decode: tokens must fit the context of {self.n_cells}, got {n} with {free} free")
+
+    def window(self, cells: NDArray[np.int64] | Sequence[int] = ()) -> int:
         """How many cells a graph must see: all in use and `cells`, rounded up so that few graphs serve all lengths."""
         last = max(int(cells[-1]) + 1 if len(cells) else 0, self._end)
         n = min(PAD, self.n_cells)
@@ -96,17 +104,41 @@ class KVCache:
             n *= 2
         return min(n, self.n_cells)
 
-    def take(self, cells: NDArray[np.int64], pos: NDArray[np.int32], seq: NDArray[np.int32]) -> None:
-        """Note that `cells`, which were free, hold tokens at `pos` of `seq`."""
-        self.pos[cells], self.seq[cells] = pos, seq
-        self.n_used += len(cells)
-        self._end = max(self._end, int(cells[-1]) + 1) if len(cells) else self._end
+    def take(self, batch: Batch, n_vocab: int) -> int:
+        """Let the tokens of a batch have the first free cells.
+
+        Args:
+            batch: tokens.
+            n_vocab: ids below it are known.
+
+        Returns:
+            How many of the tokens give logits.
+
+        Raises:
+            ValueError: a token is out of range, or there are fewer free cells; nothing is taken then.
+        """
+        end = self._end
+        found = inputs.take.c_function(self.address, batch.address, n_vocab, end if self.n_used == end else 0)
+        if found < 0:
+            raise self._full(batch.n_tokens) if found == inputs.NONE_FREE else batch.error(found, n_vocab)
+        self.n_used += batch.n_tokens
+        last = found >> 32
+        if last > end:
+            self._end = last
+            if last > self.n_seen:
+                self.n_seen = self.window()
+        return int(found & 0xFFFFFFFF)
+
+    def give_back(self, batch: Batch) -> None:
+        """Free the cells that the last batch took."""
+        self.free(self._taken[: batch.n_tokens])
 
     def free(self, cells: NDArray[np.int64] | NDArray[np.bool_]) -> None:
         """Free cells, given by number or as a mask of all."""
         self.pos[cells] = self.seq[cells] = -1
         used = np.flatnonzero(self.pos >= 0)
         self.n_used, self._end = len(used), int(used[-1]) + 1 if len(used) else 0
+        self.n_seen = self.window()
 
     def remove(self, seq: int, first: int = 0) -> None:
         """Free the cells of a sequence from position `first` on."""
@@ -116,6 +148,7 @@ class KVCache:
         """Free all cells."""
         self.pos[:] = self.seq[:] = -1
         self.n_used = self._end = 0
+        self.n_seen = self.window()
 
     def tensors(self, il: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer."""

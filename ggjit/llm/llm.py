@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from ggjit import types
 from ggjit.backend import devices as all_devices
-from ggjit.llm.batch import Batch
+from ggjit.llm.batch import Batch, NextToken
 from ggjit.llm.context import N_UBATCH, DecodeContext
 from ggjit.llm.model import Model
-from ggjit.llm.sampling import Sampler, best_ids
+from ggjit.llm.sampling import Sampler
 
 if TYPE_CHECKING:
     from ggjit.backend import Device
@@ -284,11 +284,12 @@ class LLM:
             turn = self._begin(ids)
             token = sampler(self._append(ids[len(self._ids) :]))
         yield token
-        for _ in range(count - 1):
+        following = NextToken()
+        for at in range(len(ids), len(ids) + count - 1):
             with self._lock:
                 if turn != self._turn:
                     raise RuntimeError("generate: the model must not be used by another call in between, got one")
-                token = sampler(self._append([token]))
+                token = sampler(self._append([token], following.put(token, at)))
             yield token
 
     def _check_open(self) -> None:
@@ -304,17 +305,16 @@ class LLM:
         self._turn += 1
         return self._turn
 
-    def _append(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Decode more tokens of the sequence; the logits of the last, which the next call may overwrite."""
+    def _append(self, ids: Sequence[int], batch: Batch | None = None) -> NDArray[np.float32]:
+        """Decode more tokens of the sequence (`batch` of them); the logits of the last, see `decode_last`."""
         first = len(self._ids)
         try:
-            logits = self.context.decode(Batch.of(ids, first), copy=False)
+            logits = self.context.decode_last(batch or Batch.of(ids, first))
         except BaseException:
             self.context.cache.remove(0, first)
             raise
         self._ids += ids
-        result: NDArray[np.float32] = logits[-1]
-        return result
+        return logits
 
     def _pieces(self, tokens: Iterator[int], stops: Sequence[str]) -> Iterator[str]:
         from ggjit.llm.tokenizer import StreamDecoder
@@ -322,12 +322,14 @@ class LLM:
         decoder, held = StreamDecoder(self.tokenizer), ""
         for token in tokens:
             held += decoder.push(token)
-            cut = min((i for i in (held.find(s) for s in stops) if i >= 0), default=-1)
-            if cut >= 0:
-                if cut:
-                    yield held[:cut]
-                return
-            keep = max((_overlap(held, s) for s in stops), default=0)
+            keep = 0
+            if stops:
+                cut = min((i for i in (held.find(s) for s in stops) if i >= 0), default=-1)
+                if cut >= 0:
+                    if cut:
+                        yield held[:cut]
+                    return
+                keep = max(_overlap(held, s) for s in stops)
             ready = held[: len(held) - keep]
             if ready:
                 yield ready
@@ -368,7 +370,7 @@ class LLM:
                 if n <= min(self.n_ctx, self.context.n_ubatch):
                     self.context.graph(n, cells.window(np.arange(n)), 1)
                     self.context.graph(n, cells.n_cells, n)  # long contexts share the cache among threads
-            best_ids(np.zeros(2, np.float32), 1)
+            Sampler(0)(np.zeros(2, np.float32))
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

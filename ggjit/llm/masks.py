@@ -6,7 +6,7 @@ its own code and data gone.
 
 from __future__ import annotations
 
-from ggjit.jit import lazy_module, words
+from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emitted import emitted
 
 emit = lazy_module("ggjit.ops.lib.emit")
@@ -37,7 +37,7 @@ def fill_row(e, mask, n_kv, cell_pos, cell_seq, pos, seq, window):  # type: igno
     e.loop(n_kv, [], turn, step=LANES)
 
 
-@words
+@jitted
 def fill_mask(mask, n_kv, n_tokens, cell_pos, cell_seq, pos, seq, window):  # type: ignore[no-untyped-def]
     """Write f16 [n_kv, n_tokens] at address `mask`: 0 where a token sees a cell, else -inf.
 
@@ -46,4 +46,3 @@ def fill_mask(mask, n_kv, n_tokens, cell_pos, cell_seq, pos, seq, window):  # ty
     """
     for t in range(n_tokens):
         fill_row(mask + 2 * n_kv * t, n_kv, cell_pos, cell_seq, pos + 4 * t, seq + 4 * t, window)
-    return 0

@@ -5,30 +5,14 @@ The order is llama.cpp's: top-k, then top-p, then min-p on the probabilities of 
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit.op import COUNTER_LINE
+from ggjit.llm import choice
 
-_NO_PARAMS = np.zeros(16, np.int32)
-
-
-def best_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """The ids of the k largest logits, best first, of equals the lower id, by the kernel of the op top_k.
-
-    NumPy's partition of a vocabulary takes as long as a tenth of a small model's decode step.
-
-    Args:
-        logits: f32 [n_vocab].
-        k: 1 to n_vocab.
-    """
-    from ggjit.ops.sort import HISTOGRAM, top_k_f32
-
-    logits, ids = np.ascontiguousarray(logits, np.float32), np.empty(k, np.int32)
-    work = np.empty(COUNTER_LINE + HISTOGRAM + 16 * k, np.uint8)
-    shapes = ((k, 1, 1, 1), (4, 4 * k, 4 * k, 4 * k)), ((n := len(logits), 1, 1, 1), (4, 4 * n, 4 * n, 4 * n))
-    top_k_f32(ids.view(np.uint8), *shapes[0], logits.view(np.uint8), *shapes[1], _NO_PARAMS, work, 0, 1)
-    return ids.astype(np.int64)
+_AHEAD = 64  # random numbers drawn at a time
 
 
 class Sampler:
@@ -57,25 +41,37 @@ class Sampler:
                 raise ValueError(f"Sampler: {name} must be between {low} and {high}, got {value}")
         if seed is not None and seed < 0:
             raise ValueError(f"Sampler: seed must not be negative, got {seed}")
-        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.rng = np.random.default_rng(seed)
+        self._top_k = 1 if temperature == 0.0 else int(top_k)
+        self._shares = float(temperature or 1.0), float(top_p), float(min_p)
+        self._is_random = self._top_k != 1
+        self._rng = np.random.default_rng(seed)
+        self._draws: list[int] = []
+        self._lock = threading.Lock()
+        self._seen: NDArray[np.float32] | None = None  # logits whose address is known: models give the same array again
+        self._address = self._n_vocab = 0
+
+    def _look_at(self, logits: NDArray[np.float32]) -> None:
+        """Note where logits lie, and make room for as many."""
+        logits = np.ascontiguousarray(logits, np.float32)
+        if logits.ndim != 1 or not len(logits):
+            raise ValueError(f"Sampler: logits must be one row of at least one value, got shape {logits.shape}")
+        if len(logits) != self._n_vocab:
+            n = self._n_vocab = len(logits)
+            k = self._top_k if 0 < self._top_k < n else n
+            self._scratch = np.empty(choice.HISTOGRAM_NBYTES + (choice.KEY_NBYTES + choice.WEIGHT_NBYTES) * k, np.uint8)
+            self._block = np.zeros(choice.BLOCK.size, np.uint8)
+            choice.BLOCK.pack_into(self._block, 0, n, k, self._scratch.ctypes.data, *self._shares, 0, 0, 0.0)
+            self._block_address = self._block.ctypes.data
+        self._seen, self._address = logits, logits.ctypes.data
 
     def probabilities(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens that may be chosen, best first, and their probabilities."""
-        n = len(logits)
-        ids = best_ids(logits, self.top_k if 0 < self.top_k < n else n)
-        values = logits[ids].astype(np.float64)
-        p = np.exp(values - values[0])
-        p /= p.sum()
-        keep = len(p)
-        if self.top_p < 1.0:
-            keep = min(keep, int(np.searchsorted(np.cumsum(p), self.top_p)) + 1)
-        if self.min_p > 0.0:
-            keep = min(keep, max(1, int(np.count_nonzero(p >= self.min_p * p[0]))))
-        ids, values = ids[:keep], values[:keep]
-        with np.errstate(over="ignore"):
-            p = np.exp((values - values[0]) / self.temperature)
-        return ids, p / p.sum()
+        with self._lock:
+            self._choose(logits, 0)
+            _, k, _, _, _, _, n, keys, total = choice.BLOCK.unpack(self._block)
+            weights = choice.HISTOGRAM_NBYTES + choice.KEY_NBYTES * k
+            ids = self._scratch[keys : keys + 8 * n].view(np.int64) & 0x7FFFFFFF
+            return ids, self._scratch[weights : weights + 8 * n].view(np.float64) / total
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Choose a token.
@@ -86,10 +82,18 @@ class Sampler:
         Raises:
             ValueError: the logits hold no finite value.
         """
-        best = int(np.argmax(logits))
-        if not np.isfinite(logits[best]):
-            raise ValueError(f"Sampler: logits must be finite, got {logits[best]} for token {best}")
-        if self.temperature == 0.0 or self.top_k == 1:
-            return best
-        ids, p = self.probabilities(logits)
-        return int(ids[np.searchsorted(np.cumsum(p), self.rng.random() * p.sum(), side="right").clip(max=len(ids) - 1)])
+        with self._lock:
+            draw = 0
+            if self._is_random:
+                if not self._draws:
+                    self._draws = (self._rng.random(_AHEAD)[::-1] * choice.DRAWS).astype(np.int64).tolist()
+                draw = self._draws.pop()
+            return self._choose(logits, draw)
+
+    def _choose(self, logits: NDArray[np.float32], draw: int) -> int:
+        if logits is not self._seen:
+            self._look_at(logits)
+        id: int = choice.choose.c_function(self._block_address, self._address, draw)
+        if id < 0:
+            raise ValueError(f"Sampler: logits must be finite, got {logits[~id]} for token {~id}")
+        return id

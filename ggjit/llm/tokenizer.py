@@ -70,7 +70,7 @@ class Tokenizer:
         self.chat_template = get_str(file.kv, "tokenizer.chat_template")
         self.add_bos = self.add_eos = self.add_space_prefix = self.clean_spaces = False
         self._special: dict[bool, SpecialTokens] = {}
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})  # without and with what is special
         self._merger: Merger
         self._strip_rules(file)
 
@@ -173,22 +173,23 @@ class Tokenizer:
         Raises:
             IndexError: there is no such token.
         """
+        piece = self._pieces[special].get(id)
+        if piece is None:
+            piece = self._pieces[special][id] = self._new_piece(id, special)
+        return piece
+
+    def _new_piece(self, id: int, special: bool) -> bytes:
         attr = int(self.vocab.attr[self._check(id)])
         if not special and attr & (UNKNOWN | CONTROL):
             return b""
-        piece = self._pieces.get(id)
-        if piece is None:
-            text = self.vocab.text(id)
-            if attr & (UNKNOWN | CONTROL | USER_DEFINED):
-                piece = text
-            elif attr & NORMAL:
-                piece = self._piece(id, attr)
-            elif attr & BYTE:
-                piece = bytes((int(text[3:5], 16),)) if re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", text) else b""
-            else:
-                piece = b""
-            self._pieces[id] = piece
-        return piece
+        text = self.vocab.text(id)
+        if attr & (UNKNOWN | CONTROL | USER_DEFINED):
+            return text
+        if attr & NORMAL:
+            return self._piece(id, attr)
+        if attr & BYTE and re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", text):
+            return bytes((int(text[3:5], 16),))
+        return b""
 
     def detokenize_bytes(
         self, ids: Iterable[int], remove_special: bool = False, unparse_special: bool = False
@@ -284,11 +285,14 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = self._decoder.decode
 
     def push(self, ids: int | Sequence[int]) -> str:
         """The text that is whole once these tokens are added; it may be empty."""
-        ids = (ids,) if isinstance(ids, int) else ids
-        return self._decoder.decode(b"".join(self._tokenizer.piece(int(id), self._special) for id in ids))
+        if type(ids) is int:
+            return self._decode(self._tokenizer.piece(ids, self._special))
+        every = (ids,) if isinstance(ids, int) else ids
+        return self._decode(b"".join(self._tokenizer.piece(int(id), self._special) for id in every))
 
     def flush(self) -> str:
         """What was held back; a character that never became whole is U+FFFD. The decoder starts anew."""
