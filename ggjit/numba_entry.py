@@ -111,6 +111,11 @@ class _Codegen(codegen.JITCPUCodegen):
         self._data_layout = str(self._target_data)
         self._loopvect, self._opt_level = False, 0
 
+    def _create_empty_module(self, name: str) -> Any:
+        module = super()._create_empty_module(name)
+        module.triple = cpu.triple()
+        return module
+
     def _get_host_cpu_name(self) -> str:
         return cpu.target()[0]
 

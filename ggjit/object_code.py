@@ -29,13 +29,17 @@ ALLOWED = frozenset(MEMORY + MATHS)
 
 
 def target_machine(opt: int = 3) -> Any:
-    """A new LLVM target machine for the CPU level (an execution engine takes ownership of its own)."""
+    """A new LLVM target machine for the CPU that code is compiled for (an engine takes ownership of its own)."""
     import llvmlite.binding as llvm
 
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
+    if cpu.triple() == llvm.get_process_triple():
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+    else:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
     name, features = cpu.target()
-    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+    return llvm.Target.from_triple(cpu.triple()).create_target_machine(
         cpu=name, features=features, opt=opt, reloc="static" if cpu.cpu_level() != "neon" else "default",
         codemodel="jitdefault", jit=True,
     )  # fmt: skip

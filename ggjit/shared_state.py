@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ggjit.cpu import cpu_level
 from ggjit.jit import intrinsic, jitted, lazy_module
 
 ir: Any = lazy_module("llvmlite.ir")
@@ -38,7 +39,6 @@ LINE = 64
 NO_WAIT, FUTEX, WIN32, MACOS = 0, 1, 2, 3  # WAIT_KIND; WAIT_FUNCTION is usleep if there is none
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 _FUTEX_NUMBER = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98}
-ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 def new_state(n_threads: int) -> NDArray[np.int64]:
@@ -155,9 +155,10 @@ def pause(typingctx):  # type: ignore[no-untyped-def]
     """Tell the CPU that this is a spin loop."""
 
     def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
-        function = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] if ARM else [])
-        name = "llvm.aarch64.hint" if ARM else "llvm.x86.sse2.pause"
-        b.call(cgutils.get_or_insert_function(b.module, function, name), [ir.IntType(32)(1)] if ARM else [])
+        arm = cpu_level() == "neon"
+        function = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] if arm else [])
+        name = "llvm.aarch64.hint" if arm else "llvm.x86.sse2.pause"
+        b.call(cgutils.get_or_insert_function(b.module, function, name), [ir.IntType(32)(1)] if arm else [])
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -168,7 +169,7 @@ def ticks(typingctx):  # type: ignore[no-untyped-def]
     """The CPU's time counter, of a constant but unknown rate."""
 
     def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
-        name = "llvm.readsteadycounter" if ARM else "llvm.readcyclecounter"
+        name = "llvm.readsteadycounter" if cpu_level() == "neon" else "llvm.readcyclecounter"
         return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.IntType(64), []), name), [])
 
     return types.int64(), codegen

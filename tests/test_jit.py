@@ -333,13 +333,40 @@ def test_numba_imported_before_with_other_settings(tmp_path):
 def test_levels(monkeypatch):
     level = cpu.cpu_level.__wrapped__
     monkeypatch.setattr(cpu, "_host_level", lambda: "avx2")
+    monkeypatch.setattr(cpu, "_host", lambda: ("haswell", ("avx2", "f16c", "fma")))
     for asked, want in (("", "avx2"), ("sse2", "sse2"), ("AVX2", "avx2")):
         monkeypatch.setenv("GGJIT_CPU", asked)
         assert level() == want
-    for asked, text in (("avx512", "this machine has avx2"), ("mmx", "must be one of sse2, avx2, avx512")):
+    for asked, text in (
+        ("avx512", "this machine has avx2"), ("avxvnni", "this machine has avx2"),
+        ("mmx", "must be one of sse2, avx2, avxvnni, avx512"),
+    ):  # fmt: skip
         monkeypatch.setenv("GGJIT_CPU", asked)
         with pytest.raises(ValueError, match=text):
             level()
+
+
+def test_avx_vnni_is_chosen_by_the_machine_or_asked_for(monkeypatch):
+    level, target = cpu.cpu_level.__wrapped__, cpu.target.__wrapped__
+    plain = ("avx2", "f16c", "fma")
+    monkeypatch.setattr(cpu, "cpu_level", level)
+    for host, have, asked, vnni in (
+        ("avx2", (*plain, "avxvnni"), "", "+avxvnni"), ("avx2", (*plain, "avxvnni"), "avxvnni", "+avxvnni"),
+        ("avx2", (*plain, "avxvnni"), "avx2", ""), ("avx512", (*plain, "avx512vnni"), "avxvnni", "+avx512vnni"),
+        ("avx512", (*plain, "avx512vnni", "avxvnni"), "avxvnni", "+avxvnni"),
+    ):  # fmt: skip
+        monkeypatch.setattr(cpu, "_host_level", lambda host=host: host)
+        monkeypatch.setattr(cpu, "_host", lambda have=have: ("some", have))
+        monkeypatch.setenv("GGJIT_CPU", asked)
+        features = target()[1].split(",")
+        assert level() == "avx2" and (vnni in features if vnni else "vnni" not in target()[1])
+
+
+def test_arm_features_are_those_of_all_cores(monkeypatch):
+    text = "processor: 0\nFeatures : fp asimd asimddp i8mm bf16\nprocessor: 1\nFeatures : fp asimd asimddp asimdhp\n"
+    monkeypatch.setattr(cpu.Path, "read_text", lambda path: text)
+    monkeypatch.setattr(cpu.sys, "platform", "linux")
+    assert cpu._arm_features() == {"dotprod"}
 
 
 def test_features_of_levels(monkeypatch):

@@ -10,6 +10,7 @@ COMMANDS = {
     "check": "run what CI runs: format, lint, types, docs, tests, wheel",
     "docs": "make the pages of docs/ that are not written by hand: ops, types, plans of memory, checklist",
     "compare-ggml": "measure ops beside ggml's own CPU kernels",
+    "cross-compile": "machine code of kernels for CPUs that are not at hand (AVX-VNNI, AArch64)",
     "make-model": "write a random llama of about 0.5 B parameters, for sizes and speeds",
     "peak-memory": "measure a model's resident memory beside llama.cpp's",
     "reference": "run reference cases through builder, plan and compiled program",

@@ -187,7 +187,7 @@ def load_values(e, kind, address, offset, count=16):
     if kind == "BF16":
         wide = e.map(lambda p: e.b.zext(p, emit.vector(emit.I32, e.lanes)), parts)
         return e.bits_to_f32(e.shl_i32(wide, 16))
-    if e.level in ("avx512", "avx2"):
+    if not e.portable:
         return e.map(
             lambda p: e.b.fpext(e.b.bitcast(p, emit.vector(emit.F16, e.lanes)), emit.vector(emit.F32, e.lanes)), parts
         )

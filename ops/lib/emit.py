@@ -16,7 +16,8 @@ that list, so one description serves every CPU level:
 
     avx512   one vector; vpdpbusd
     avx2     two vectors; vpdpbusd where the CPU has AVX-VNNI, else vpmaddubsw
-    others   four vectors of plain LLVM operations without target intrinsics (portable)
+    neon     four vectors; usdot where the CPU has i8mm, sdot where it has dotprod
+    sse2     four vectors of plain LLVM operations without target intrinsics (portable)
 
 Numba is imported when a kernel that calls an emitted function is compiled, not before.
 """
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ggjit.cpu import target
+from ggjit.cpu import has, has_int8_dot
 from ggjit.ops.lib.emitted import emitted
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 ROWS = 16
-BITS = {"avx512": 512, "avx2": 256}  # 128 at the other levels
+BITS = {"avx512": 512, "avx2": 256, "neon": 128, "sse2": 128}
 
 
 class _BFloat(ir.types._BaseFloatType):
@@ -81,10 +82,11 @@ class Emit:
 
     def __init__(self, builder, level):
         self.b, self.level = builder, level
-        self.portable = level not in BITS
-        self.vnni = level == "avx512" or (level == "avx2" and "+avxvnni" in target()[1].split(","))
-        self.vbmi = level == "avx512" and "+avx512vbmi" in target()[1].split(",")
-        self.bits = BITS.get(level, 128)
+        self.portable = level == "sse2"
+        self.int8_dot = has_int8_dot()
+        self.mixed_dot = self.int8_dot and (level != "neon" or has("i8mm"))  # unsigned by signed bytes
+        self.vbmi = level == "avx512" and has("avx512vbmi")
+        self.bits = BITS[level]
         self.parts = 512 // self.bits
         self.lanes = self.bits // 32
         self.nbytes = self.bits // 8
@@ -468,7 +470,7 @@ class Emit:
         return out
 
     def lookup16(self, x, table):
-        """table[x] of 16 bytes for indices below 16 (vpshufb; selects at the portable level)."""
+        """table[x] of 16 bytes for indices below 16 (vpshufb, tbl; selects at the portable level)."""
         if self.portable:
             out = self.bytes_const(table[0])
             for i, value in enumerate(table[1:], 1):
@@ -480,7 +482,9 @@ class Emit:
                     self.bytes_const(value),
                 )
             return out
-        name = {512: "llvm.x86.avx512.pshuf.b.512", 256: "llvm.x86.avx2.pshuf.b"}[self.bits]
+        name = {512: "llvm.x86.avx512.pshuf.b.512", 256: "llvm.x86.avx2.pshuf.b", 128: "llvm.aarch64.neon.tbl1.v16i8"}[
+            self.bits
+        ]
         t = ir.Constant(vector(I8, self.nbytes), [v & 255 for v in table] * (self.nbytes // 16))
         return self.map(lambda v: self.call(name, v.type, t, v), x)
 
@@ -494,15 +498,18 @@ class Emit:
     def dot4(self, acc, u, s):
         """Return acc + sum over each four bytes of u (unsigned) * s (signed, -127 .. 127), exact.
 
-        At level "avx2" without VNNI u must be at most 127, since vpmaddubsw saturates 16-bit sums of two products;
-        `pairs` and `pairs_to_i32` are its two steps.
+        Where the CPU has no dot product of unsigned by signed bytes (`mixed_dot`) u must be at most 127: vpmaddubsw
+        saturates 16-bit sums of two products (`pairs` and `pairs_to_i32` are its two steps), and sdot takes signed
+        bytes alone. Any u will do where there is no instruction at all.
         """
-        if self.vnni:
-            name = f"llvm.x86.avx512.vpdpbusd.{self.bits}"
-            return self.map(lambda a, x, y: self.call(name, a.type, a, x, y), acc, u, s)
-        if self.level == "avx2":
+        if self.level == "avx2" and not self.int8_dot:
             return self.iadd(acc, self.pairs_to_i32(self.pairs(u, s)))
-        return self.map(lambda a, x, y: self.b.add(a, self._dot4_portable(x, y)), acc, u, s)
+        if not self.int8_dot:
+            return self.map(lambda a, x, y: self.b.add(a, self._dot4_portable(x, y)), acc, u, s)
+        name = f"llvm.x86.avx512.vpdpbusd.{self.bits}"
+        if self.level == "neon":
+            name = f"llvm.aarch64.neon.{'usdot' if self.mixed_dot else 'sdot'}.v4i32.v16i8"
+        return self.map(lambda a, x, y: self.call(name, a.type, a, x, y), acc, u, s)
 
     def pairs(self, u, s):
         """Level "avx2": i16 sums of byte pairs (vpmaddubsw)."""
@@ -532,15 +539,16 @@ class Emit:
         return b.add(even, odd)
 
     def dot2_bf16(self, acc, x, y):
-        """Return acc + x[2i] * y[2i] + x[2i+1] * y[2i+1] of bf16 pairs in 64 bytes (vdpbf16ps: needs avx512bf16)."""
+        """Return acc + x[2i] * y[2i] + x[2i+1] * y[2i+1] of bf16 pairs in 64 bytes, where `cpu.has_bf16_dot` says so.
+
+        The instruction is vdpbf16ps or bfdot; which of the sums are rounded is up to the CPU.
+        """
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{self.bits}"
+        if self.level == "neon":
+            name = "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
         t = vector(BF16, 2 * self.lanes)
         return self.map(
-            lambda a, u, v: self.call(
-                f"llvm.x86.avx512bf16.dpbf16ps.{self.bits}", a.type, a, self.b.bitcast(u, t), self.b.bitcast(v, t)
-            ),
-            acc,
-            x,
-            y,
+            lambda a, u, v: self.call(name, a.type, a, self.b.bitcast(u, t), self.b.bitcast(v, t)), acc, x, y
         )
 
 

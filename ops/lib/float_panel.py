@@ -4,8 +4,8 @@ A panel holds 16 rows, along K:
 
     F32    per k 16 f32 (64 bytes)
     F16    per k 16 f16 (32 bytes), made f32 by the load; activations stay f32
-    BF16   per pair of k 16 x 2 bf16 (64 bytes): the operand of vdpbf16ps with activations rounded to bf16 where the CPU
-           has it, else widened to f32. An odd K ends with a zero
+    BF16   per pair of k 16 x 2 bf16 (64 bytes): the operand of vdpbf16ps or bfdot with activations rounded to bf16
+           where the CPU has one, else widened to f32. An odd K ends with a zero
 
 One chain of multiply-adds in k order per output, in every tile.
 
@@ -18,7 +18,7 @@ import functools
 
 from llvmlite import ir
 
-from ggjit.cpu import target
+from ggjit.cpu import has_bf16_dot
 from ggjit.jit import jitted, lazy_module
 from ggjit.ops.lib.emit import I16, I32, emitted, transpose, vector
 from ggjit.ops.lib.panel import Outputs, column_addresses
@@ -29,11 +29,6 @@ UNITS = {"F32": 1, "F16": 1, "BF16": 2}  # k of a panel unit
 NBYTES = {"F32": 64, "F16": 32, "BF16": 64}  # bytes of a panel unit
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 UNROLL = 4
-
-
-def has_bf16_dot():
-    """Has the CPU that code is compiled for vdpbf16ps?"""
-    return "+avx512bf16" in target()[1].split(",")
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------

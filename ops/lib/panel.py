@@ -23,8 +23,10 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ggjit import types
-from ggjit.jit import Jitted, cpu_level, jitted, lazy_module
-from ggjit.ops.lib.emit import I64, ROWS, Emit, emitted
+from ggjit.cpu import cpu_level, has, has_int8_dot
+from ggjit.jit import Jitted, jitted, lazy_module
+from ggjit.ops.lib.emit import I8, I64, ROWS, Emit, emitted, vector
+from ggjit.ops.lib.int8_sums import as_unpacked, part_sums
 from ggjit.ops.lib.row_words import RowWords
 from ggjit.ops.quants.quant import Part
 
@@ -32,56 +34,7 @@ memory = lazy_module("ggjit.ops.lib.memory")
 
 RUN, ACT = 32, 64  # k of a run; bytes of its activations
 D, SUMS, SUM, NEG_SUMS, NEG_SUM, CODES = 0, 4, 12, 16, 24, 32  # offsets in the activations' record
-OFFSET_SHIFT = 7  # the record holds -sum << 7, the start of a sum whose weights have 128 added
 AHEAD = 8192  # bytes of prefetch to L2 where arithmetic takes about as long as memory
-
-
-# ---- integer sums of one part --------------------------------------------------------------------------------------
-
-
-def _sums(e, part, init, cols, at, limit):
-    """init + the dot products of a part's operands with each column's codes at offset `at`."""
-    if e.level == "avx2" and not e.vnni:
-        return _sums_avx2(e, part, init, cols, at, limit)
-    sums = list(init)
-    for i, operand in enumerate(part.operands):
-        for c, y in enumerate(cols):
-            sums[c] = e.dot4(sums[c], operand, e.splat4(y, at + 4 * i))
-    return sums
-
-
-def _sums_avx2(e, part, init, cols, at, limit):
-    """With vpmaddubsw, added in 16 bits as long as no sum can leave them, then vpmaddwd.
-
-    Operands are shifted down first (limit is without the factor); values above 127 are split into halves.
-    """
-    operands = part.operands
-    if part.factor:
-        operands = [e.and_(e.shr(x, part.factor), (1 << limit.bit_length()) - 1) for x in operands]
-    planes = [(operands, 0, limit)]
-    if limit > 127:
-        low = [e.and_(x, 15) for x in operands]
-        planes = [(low, 0, 15), ([e.and_(e.shr(x, 4), 15) for x in operands], 4, 15)]
-    sums = []
-    for c, y in enumerate(cols):
-        total = None
-        for plane, shift, top in planes:
-            plane_sum = e.shl_i32(_plane_sum(e, plane, y, at, 32767 // (2 * top * 127)), shift)
-            total = plane_sum if total is None else e.iadd(total, plane_sum)
-        sums.append(e.iadd(init[c], e.shl_i32(total, part.factor)))
-    return sums
-
-
-def _plane_sum(e, plane, y, at, n):
-    """Dot products of operands with codes; n pair sums fit 16 bits."""
-    total, pending = None, None
-    for i, operand in enumerate(plane):
-        pairs = e.pairs(operand, e.splat4(y, at + 4 * i))
-        pending = pairs if pending is None else e.iadd(pending, pairs)
-        if (i + 1) % n == 0 or i + 1 == len(plane):
-            wide = e.pairs_to_i32(pending)
-            total, pending = wide if total is None else e.iadd(total, wide), None
-    return total
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
@@ -112,11 +65,8 @@ def accumulate(e, runs, cols, acc, limit, before_run=None):
         at, one, k = r * ACT, len(parts) == 1, 0
         total = [None] * len(cols)
         for j, part in enumerate(parts):
-            init = [e.zero_i32()] * len(cols)
-            if part.offset_shift is not None:
-                sums_at = at + (NEG_SUM if one else NEG_SUMS + 4 * j)
-                init = [e.sar_i32(e.splat_i32(y, sums_at), OFFSET_SHIFT - part.offset_shift) for y in cols]
-            sums = _sums(e, part, init, cols, at + CODES + 4 * k, limit)
+            sums_at = at + (NEG_SUM if one else NEG_SUMS + 4 * j)
+            sums = part_sums(e, part, cols, at + CODES + 4 * k, sums_at, limit)
             k += len(part.operands)
             for c, s in enumerate(sums):
                 f = e.to_f32(s)
@@ -227,8 +177,8 @@ def panel_tile(type_name, columns):
 class Unpacked(NamedTuple):
     """A run of 32: 8 operands of value + offset, then f32[16] scale (one or two), then as many minimums if there are.
 
-    The offset is 128, so that types share their tiles. At level "avx2" types with values up to 127 keep their own: the
-    smaller the values, the more of them vpmaddubsw can sum in 16 bits.
+    The offset is 128, so that types share their tiles. Where no instruction takes unsigned by signed bytes, types with
+    values up to 127 keep their own: the smaller, the more of them vpmaddubsw can sum in 16 bits; sdot takes up to 127.
 
     Attributes:
         parts: scales of a run.
@@ -251,7 +201,8 @@ class Unpacked(NamedTuple):
 def unpacked_form(type_name):
     """The unpacked form of a type."""
     p = types.by_name(type_name).quant.panel
-    if cpu_level() == "avx2" and p.limit <= 127:
+    mixed_dot = cpu_level() == "sse2" or (has("i8mm") if cpu_level() == "neon" else has_int8_dot())
+    if p.limit <= 127 and not mixed_dot:
         return Unpacked(p.parts, p.minimum, p.offset_shift, p.limit)
     return Unpacked(p.parts, p.minimum)
 
@@ -261,10 +212,15 @@ def unpacked_tile(form, columns):
     """Emitted tile of unpacked runs."""
     parts, minimum, offset_shift, limit = form
 
+    def operand(e, w, offset):
+        if e.level == "avx512" or not e.int8_dot:
+            return e.load_bytes(w, offset)
+        return lambda p: e.load(w, offset + p * e.nbytes, vector(I8, e.nbytes))  # where it is used: registers are few
+
     def runs(e, w, step):
         out = []
         for j in range(parts):
-            operands = [e.load_bytes(w, 64 * g) for g in range(8 // parts * j, 8 // parts * (j + 1))]
+            operands = [operand(e, w, 64 * g) for g in range(8 // parts * j, 8 // parts * (j + 1))]
             m = e.load_f32(w, 512 + 64 * (parts + j)) if minimum else None
             out.append(Part(operands, e.load_f32(w, 512 + 64 * j), offset_shift, m))
         yield out
@@ -277,10 +233,13 @@ def _store_unpacked(e, at, parts, offset_shift):
     g = 0
     for j, part in enumerate(parts):
         more = _offset(offset_shift) - (_offset(part.offset_shift) >> part.factor)
-        for operand in part.operands:
-            x = e.shr(operand, part.factor)  # bits below the factor are zero: none come in from the neighbour
-            e.store(at, e.iadd(x, e.bytes_const(more)) if more else x, 64 * g)
-            g += 1
+        # Bits below the factor are zero: none come in from the neighbour.
+        operands = [e.shr(x, part.factor) for x in part.operands]
+        operands = [e.iadd(x, e.bytes_const(more)) for x in operands] if more else operands
+        for i in range(0, len(operands), 2):
+            for x in as_unpacked(e, operands[i : i + 2]):
+                e.store(at, x, 64 * g)
+                g += 1
         scale = e.fmul(part.scale, e.f32_const(2.0**part.factor)) if part.factor else part.scale
         e.store(at, scale, 512 + 64 * j)
         if part.minimum is not None:

@@ -32,7 +32,8 @@ from llvmlite import ir
 
 from ggjit.jit import kernel, lazy_module
 from ggjit.ops.lib.emit import F32, I8, I32, emitted, transpose, vector
-from ggjit.ops.lib.panel import ACT, CODES, NEG_SUM, NEG_SUMS, OFFSET_SHIFT, SUM, SUMS, D
+from ggjit.ops.lib.int8_sums import OFFSET_SHIFT
+from ggjit.ops.lib.panel import ACT, CODES, NEG_SUM, NEG_SUMS, SUM, SUMS, D
 
 memory = lazy_module("ggjit.ops.lib.memory")
 vec = lazy_module("ggjit.ops.lib.vec")

@@ -315,8 +315,8 @@ class Prepared(NamedTuple):
 def many_columns(type_name):
     """Columns of the tile for many columns: as many as the registers of the CPU level hold."""
     if type_name in float_panel.UNITS:
-        return {"avx512": 12, "avx2": 6}.get(cpu_level(), 3)
-    return {"avx512": 8, "avx2": 4}.get(cpu_level(), 2)
+        return {"avx512": 12, "avx2": 6, "neon": 6}.get(cpu_level(), 3)
+    return {"avx512": 8, "avx2": 4, "neon": 4}.get(cpu_level(), 2)
 
 
 @functools.cache

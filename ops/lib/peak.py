@@ -10,18 +10,17 @@ empty piece of assembly, which costs no instruction but hides its value.
 """
 
 from llvmlite import ir
-from llvmlite.binding import get_process_triple
 
 from ggjit.ops.lib.emit import I16, I32, emitted, vector
 
 STEP = 512  # bytes a turn of the read and copy loops
-CHAINS = {"avx512": 24, "avx2": 12}  # as many as leave registers for the operands
+CHAINS = {"avx512": 24, "avx2": 12, "neon": 24}  # as many as leave registers for the operands
 CHAINS_PORTABLE = 10
 
 
 def dot_ops(level):
     """Operations of one turn of `dot_chains`: a product and a sum count as two."""
-    return CHAINS.get(level, CHAINS_PORTABLE) * {"avx512": 128, "avx2": 64}.get(level, 16)
+    return CHAINS.get(level, CHAINS_PORTABLE) * {"avx512": 128, "avx2": 64, "neon": 32}.get(level, 16)
 
 
 def fma_ops(level):
@@ -31,7 +30,7 @@ def fma_ops(level):
 
 def _hidden(e, value):
     """The same value, unknown to the optimiser."""
-    register = "x" if get_process_triple().startswith(("x86", "i386", "i686")) else "w"
+    register = "w" if e.level == "neon" else "x"
     return e.b.asm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", [value], False)
 
 
@@ -75,7 +74,7 @@ def copy_bytes(e, p, n, out):
 def dot_chains(e, p, n, out):
     """n turns of CHAINS dot products of 8-bit operands at p and p + 64 (below 128, so that no level saturates)."""
     zero = e.zero_i32()[0]
-    if e.level not in CHAINS:
+    if e.portable:
         x, y = (e.load(p, offset, vector(I16, 8)) for offset in (0, 64))
     else:
         x, y = e.load_bytes(p)[0], e.load_bytes(p, 64)[0]
@@ -85,7 +84,7 @@ def dot_chains(e, p, n, out):
         for s in sums:
             if e.level != "avx512":
                 x = _hidden(e, x)
-            new.append(e.dot4([s], [x], [y])[0] if e.level in CHAINS else e.b.add(s, _pair_sums(e, x, y)))
+            new.append(e.b.add(s, _pair_sums(e, x, y)) if e.portable else e.dot4([s], [x], [y])[0])
         return [x, *new]
 
     _store_all(e, out, e.loop(n, [x, *[zero] * CHAINS.get(e.level, CHAINS_PORTABLE)], body)[1:])
