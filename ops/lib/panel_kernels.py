@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ggjit import types
 from ggjit.jit import cpu_level, jitted, kernel, lazy_module
-from ggjit.ops.lib import float_panel, panel
+from ggjit.ops.lib import float_panel, float_rows, panel
 from ggjit.ops.lib.emit import ROWS
 
 atomics = lazy_module("ggjit.ops.lib.atomics")
@@ -175,6 +175,33 @@ def tile_width(type_name, columns, along=1):
 
 
 @functools.cache
+def rows_product(type_name, columns, side_by_side=False):
+    """Jitted (src, offs, stride, n_rows, k, work, scratch, y, y_stride, out, out_stride, n_cols): 16 rows by columns.
+
+    Rows are k weights at src[offs:], stride bytes apart; `columns` of the n_cols, y_stride apart, are done at a time.
+    Floats are used as they lie. Quantized weights are packed into scratch, of `packed_units`, a slice of K at a time.
+    """
+    if type_name in float_panel.UNITS:
+        return float_rows.rows_product(type_name, columns, side_by_side)
+    unit, nbytes, row_nbytes, y_nbytes, _, pack = weights(type_name)
+    slice_n, tile = packed_units(nbytes), panel.panel_tile(type_name, columns)
+
+    @jitted
+    def product(src, offs, stride, n_rows, k, work, scratch, y, y_stride, out, out_stride, n_cols):
+        n_units, rows = (k + unit - 1) // unit, n_rows if n_rows < 16 else 16
+        w = memory.address(work) + scratch
+        for first in range(0, n_units if n_units > 0 else 1, slice_n):  # without k the results are 0
+            n = slice_n if first + slice_n < n_units else n_units - first
+            n_k = n * unit if (first + n) * unit < k else k - first * unit
+            pack(src, offs + first * row_nbytes, stride, rows, work, scratch, n_k)
+            for c in range(0, n_cols, columns):
+                y_c = y + first * y_nbytes + c * y_stride
+                tile(w, y_c, y_stride, out + c * out_stride, out_stride, n, n_rows, n_cols - c, 1 if first else 0)
+
+    return product
+
+
+@functools.cache
 def few_kernel(type_name, columns, packed, along=1, end=None):
     """Kernel for up to 16 columns, a tile of `columns` at a time.
 
@@ -185,15 +212,14 @@ def few_kernel(type_name, columns, packed, along=1, end=None):
         along: dimension of src1 that columns lie along; 2 where each matrix has one column and several share weights.
         end: the `End`; with along 1.
     """
-    unit, nbytes, row_nbytes, y_nbytes, _, pack = weights(type_name)
+    unit, nbytes = weights(type_name).unit, weights(type_name).nbytes
     per_row = columns if tile_width(type_name, columns, along) else 1
-    y_nbytes *= per_row
     if type_name in float_panel.UNITS:
         tile = float_panel.float_tile(type_name, columns, per_row > 1, panel.AHEAD if columns >= 3 else 0)
     else:
         tile = panel.panel_tile(type_name, columns)
-    slice_n = packed_units(nbytes)
-    slot = 0 if packed else slice_n * nbytes
+    slot = 0 if packed else packed_units(nbytes) * nbytes
+    product = rows_product(type_name, columns, per_row > 1)
     finish, is_pair, ends = end_row(end), end is not None and end.is_pair, end is not None
     second = 64 * FEW if is_pair else 0
 
@@ -201,24 +227,19 @@ def few_kernel(type_name, columns, packed, along=1, end=None):
     def multiply(src, src_ne, src_nb, at, p, work, scratch, y, y_nb, repeats, n_repeats, out, out2, out3, step, n_cols):
         """Panel p, number `at` of all matrices, by n_cols columns of each matrix that shares it; results step apart."""
         n_units = (src_ne[0] + unit - 1) // unit
-        n_rows, size, n_slice = src_ne[1] - 16 * p, n_units * nbytes, n_units + 1 if packed else slice_n
+        n_rows, w = src_ne[1] - 16 * p, memory.address(src) + at * n_units * nbytes
         matrix = at // ((src_ne[1] + 15) // 16)
         offs = matrix % src_ne[2] * src_nb[2] + matrix // src_ne[2] * src_nb[3] + 16 * p * src_nb[1]
-        for first in range(0, n_units if n_units > 0 else 1, n_slice):  # without k the results are 0
-            n = n_slice if first + n_slice < n_units else n_units - first
-            w = memory.address(src) + at * size
+        for j in range(n_repeats):
+            j2, j3 = j % repeats, j // repeats
+            y_j, out_j = y + j2 * y_nb[2] + j3 * y_nb[3], out + j2 * out2 + j3 * out3
             if not packed:
-                k = n * unit if (first + n) * unit < src_ne[0] else src_ne[0] - first * unit
-                rows = n_rows if n_rows < 16 else 16
-                pack(src, offs + first * row_nbytes, src_nb[1], rows, work, scratch, k)
-                w = memory.address(work) + scratch
-            for j in range(n_repeats):
-                j2, j3 = j % repeats, j // repeats
-                y_j = y + j2 * y_nb[2] + j3 * y_nb[3] + first * y_nbytes
-                out_j = out + j2 * out2 + j3 * out3
+                k, y_stride = src_ne[0], y_nb[along]
+                product(src, offs, src_nb[1], n_rows, k, work, scratch, y_j, y_stride, out_j, step, n_cols)
+            else:
                 for c in range(0, n_cols, columns):
-                    y_c, out_c = y_j + c // per_row * y_nb[along], out_j + c * step
-                    tile(w, y_c, y_nb[along], out_c, step, n, n_rows, n_cols - c, 1 if first else 0)
+                    y_c = y_j + c // per_row * y_nb[along]
+                    tile(w, y_c, y_nb[along], out_j + c * step, step, n_units, n_rows, n_cols - c, 0)
 
     @kernel(counter=True)
     def mul_mat_few(
