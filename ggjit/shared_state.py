@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit.cpu import cpu_level
 from ggjit.jit import intrinsic, jitted, lazy_module
 
 ir: Any = lazy_module("llvmlite.ir")
@@ -155,6 +154,8 @@ def pause(typingctx):  # type: ignore[no-untyped-def]
     """Tell the CPU that this is a spin loop."""
 
     def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        from ggjit.cpu import cpu_level  # here, since the key of a kernel is made of what its globals name
+
         arm = cpu_level() == "neon"
         function = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] if arm else [])
         name = "llvm.aarch64.hint" if arm else "llvm.x86.sse2.pause"
@@ -169,6 +170,8 @@ def ticks(typingctx):  # type: ignore[no-untyped-def]
     """The CPU's time counter, of a constant but unknown rate."""
 
     def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        from ggjit.cpu import cpu_level
+
         name = "llvm.readsteadycounter" if cpu_level() == "neon" else "llvm.readcyclecounter"
         return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.IntType(64), []), name), [])
 
