@@ -35,7 +35,8 @@ from ggjit.dev.cases import CaseInputs, error_of, limit_of, reference_of
 from ggjit.graph import Graph, graph_overhead
 from ggjit.limits import Meter
 from ggjit.program import BARRIER, Program
-from ggjit.tensor import Tensor, encode, new_tensor
+from ggjit.tensor import Tensor, new_tensor
+from ggjit.tensor_values import encode
 from ggjit.threadpool import get_pool
 from ggjit.types import Type
 

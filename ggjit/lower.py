@@ -30,6 +30,7 @@ from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
 from ggjit.fusion import Fused, Match
 from ggjit.op import COUNTER_LINE, NONE, PARAM_BYTES
 from ggjit.tensor import PARAMS_AT, Dims, Tensor, new_node
+from ggjit.tensor_values import memory_of
 from ggjit.types import Type
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def _check_memory(node: Tensor) -> None:
                 f"('{node.name}'); load with repack=False"
             )
     written = node.view_src
-    if written is not None and not _is_unbacked(written) and not written._memory().flags.writeable:
+    if written is not None and not _is_unbacked(written) and not memory_of(written).flags.writeable:
         raise ValueError(
             f"{node.op.name}: the bytes written to must be writable, got read-only memory of '{written.name}' "
             f"('{node.name}')"

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ggjit import context as _context
 from ggjit import op as _op
+from ggjit import tensor_values
 from ggjit import types as _types
 from ggjit.context import TENSOR, TENSOR_SIZE, Context
 from ggjit.op import NONE, Op, Params
@@ -283,44 +284,13 @@ class Tensor:
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def _memory(self) -> NDArray[np.uint8]:
-        """The bytes [data, data + nbytes) as a live uint8 array that keeps their owner alive; else a copy."""
-        address, size = self.data, self.nbytes
-        if address == 0:
-            raise ValueError(f"Tensor: data must be allocated before it is read or set, got none ('{self.name}')")
-        root = self.view_src
-        buffer = self.buffer if root is None else root.buffer
-        if buffer is not None and not buffer.type.is_host:
-            return buffer.get_tensor(self)
-        owners: list[Any] = [self.context.array, self.buffer]
-        if root is not None:
-            owners += [root.context.array, root.buffer, *root.context.kept.values()]
-        for owner in owners + list(self.context.kept.values()):
-            array = getattr(owner, "array", owner)
-            if isinstance(array, np.ndarray):
-                start = address - array.ctypes.data
-                if 0 <= start and start + size <= array.nbytes:
-                    return array[start : start + size]
-        raise ValueError(
-            f"Tensor: data must lie in host memory that is known here, got address {address:#x} ('{self.name}')"
-        )
-
     def bytes(self) -> NDArray[np.uint8]:
         """The tensor's bytes in memory order (gaps included): a live view in host memory, else a copy.
 
         Raises:
             ValueError: the tensor has no data, or its values are gone as for `numpy`.
         """
-        self._check_readable()
-        return self._memory()
-
-    def _check_readable(self) -> None:
-        root = self if self.view_src is None else self.view_src
-        buffer = None if root.op is NONE else root.buffer
-        if buffer is not None and buffer.usage == "compute":
-            from ggjit.readable import check
-
-            check(self)
+        return tensor_values.to_bytes(self)
 
     def numpy(self) -> NDArray[Any]:
         """The values as a NumPy array of shape ne[::-1].
@@ -333,24 +303,7 @@ class Tensor:
                 another node, or it was computed inside a fused kernel (`Graph.compute(keep=...)` keeps it).
             NotImplementedError: no code is registered for the block type.
         """
-        self._check_readable()
-        memory = self._memory()
-        shape = self.ne[::-1]
-        if self.type.dtype is not None:
-            values = np.ndarray(shape, self.type.dtype, memory, 0, self.nb[::-1])
-            return (values.astype(np.uint32) << 16).view(np.float32) if self.type is _types.BF16 else values
-        if self.is_empty:
-            return np.zeros(shape, np.float32)
-        blocks = np.ndarray(
-            (*shape[:-1], self.ne[0] // self.type.blck_size, self.type.type_size),
-            np.uint8,
-            memory,
-            0,
-            (*self.nb[::-1], 1),
-        )
-        rows = np.ascontiguousarray(blocks).reshape(self.nrows, -1)
-        values = _quant(self.type).dequantize(rows)
-        return np.asarray(values).reshape(shape)
+        return tensor_values.to_numpy(self)
 
     def set(self, values: ArrayLike) -> Tensor:
         """Write values, converting to the tensor's type; a scalar fills.
@@ -365,33 +318,7 @@ class Tensor:
             TypeError: the values are no real numbers.
             ValueError: the shape does not fit, a whole number is out of range, or the tensor has no data.
         """
-        array = np.asarray(values)
-        if array.dtype.kind not in "biuf":
-            raise TypeError(f"Tensor.set: values must be real numbers, got dtype {array.dtype} ('{self.name}')")
-        shape = self.ne[::-1]
-        try:
-            array = np.broadcast_to(array, shape)
-        except ValueError:
-            raise ValueError(
-                f"Tensor.set: values must fit shape {shape} (ne {list(self.ne)} reversed), got {array.shape} "
-                f"('{self.name}')"
-            ) from None
-        encoded = encode(array, self.type)
-        buffer = self.buffer if self.view_src is None else self.view_src.buffer
-        if buffer is not None and not buffer.type.is_host:
-            if not self.is_contiguous:
-                raise ValueError(
-                    f"Tensor.set: a tensor outside host memory must be contiguous, got nb {list(self.nb)} "
-                    f"('{self.name}')"
-                )
-            buffer.set_tensor(self, encoded)
-            return self
-        memory = self._memory()
-        if not memory.flags.writeable:
-            raise ValueError(f"Tensor.set: the data must be writable, got read-only memory ('{self.name}')")
-        blocks = (self.ne[0] // self.type.blck_size, self.type.type_size)
-        target = np.ndarray((*shape[:-1], *blocks), np.uint8, memory, 0, (*self.nb[::-1], 1))
-        target[...] = encoded.reshape(target.shape)
+        tensor_values.set_values(self, values)
         return self
 
     # -- operators ---------------------------------------------------------------------------------------------------
@@ -451,55 +378,6 @@ def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
     if name in ("mul", "div"):
         return ops.scale_bias(a, value if name == "mul" else 1.0 / value, 0.0)
     return ops.scale_bias(a, 1.0, value if name == "add" else -value)
-
-
-def _quant(type: Type) -> Any:
-    if type.quant is None:
-        raise NotImplementedError(
-            f"{type.name}: code of the type must be registered, got none; ops/quants holds the types"
-        )
-    return type.quant
-
-
-def _check_whole(array: NDArray[Any], type: Type) -> None:
-    """Refuse what a type of whole numbers cannot hold: NumPy would wrap it around."""
-    assert type.dtype is not None
-    limits, low, high = np.iinfo(type.dtype), array.min(), array.max()
-    if not (limits.min <= low and high <= limits.max):  # NaN too
-        raise ValueError(
-            f"encode: values must lie in [{limits.min}, {limits.max}] to be {type.name}, got {low} to {high}"
-        )
-
-
-_MANY = 1 << 16  # values for which compiling a search pays
-
-
-def encode(array: NDArray[Any], type: Type) -> NDArray[np.uint8]:
-    """Values as the bytes of a contiguous tensor of `type`, shape (..., bytes of a row)."""
-    if type is _types.BF16:
-        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-        quiet = np.isnan(np.asarray(array, np.float32))
-        rounded = np.where(quiet, (bits >> 16) | 64, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-        return rounded.view(np.uint8)
-    if type.dtype is not None:
-        if type.dtype.kind == "i" and array.size and array.dtype != type.dtype:
-            _check_whole(array, type)
-        with np.errstate(over="ignore"):
-            return np.ascontiguousarray(array, type.dtype).view(np.uint8)
-    if array.shape[-1] % type.blck_size:
-        raise ValueError(
-            f"encode: ne[0] must be a multiple of {type.blck_size}, the block of {type.name}, got {array.shape[-1]}"
-        )
-    if not array.size:
-        return np.zeros((*array.shape[:-1], row_size(type, array.shape[-1])), np.uint8)
-    rows = np.ascontiguousarray(array, np.float32).reshape(-1, array.shape[-1])
-    if _quant(type).searches and rows.size >= _MANY:
-        from ggjit.quantize import quantize_rows
-
-        encoded = quantize_rows(type, rows)
-    else:
-        encoded = _quant(type).quantize(rows)
-    return encoded.reshape(*array.shape[:-1], -1)
 
 
 # -- creation --------------------------------------------------------------------------------------------------------
@@ -667,7 +545,7 @@ def from_numpy(array: ArrayLike, type: Type | None = None, name: str = "") -> Te
     if not t.context.no_alloc:
         return t.set(values)
     shared = own.dtype == values.dtype and own is not _types.BF16 and values.flags.c_contiguous
-    return attach(t, values if shared else encode(values.reshape(t.ne[::-1]), own))
+    return attach(t, values if shared else tensor_values.encode(values.reshape(t.ne[::-1]), own))
 
 
 def attach(t: Tensor, memory: NDArray[Any]) -> Tensor:

@@ -19,7 +19,8 @@ from ggjit import ops, types
 from ggjit.autodiff import as_f32, unbroadcast
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
-from ggjit.tensor import Tensor, can_repeat, encode, new_node, view_tensor
+from ggjit.tensor import Tensor, can_repeat, new_node, view_tensor
+from ggjit.tensor_values import encode
 from ggjit.types import Type
 
 convert = lazy_module("ggjit.ops.lib.convert")

@@ -21,7 +21,8 @@ from ggjit import ops, types
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op, element_nbytes
 from ggjit.ops.views import as_dims
-from ggjit.tensor import Tensor, encode, new_node, view_tensor
+from ggjit.tensor import Tensor, new_node, view_tensor
+from ggjit.tensor_values import encode
 from ggjit.types import Type
 
 convert = lazy_module("ggjit.ops.lib.convert")

@@ -23,7 +23,7 @@ from ggjit.backend import (
 from ggjit.backends.cpu import PANEL, pack_tensors
 from ggjit.context import aligned_bytes
 from ggjit.gguf.mapping import Mapping
-from ggjit.tensor import encode
+from ggjit.tensor_values import encode
 
 
 class Remote(BufferType):

@@ -17,7 +17,8 @@ from ggjit.dev.reference_cases import Array, Case, Difference, compare, decode, 
 from ggjit.dev.warm import kernels_of
 from ggjit.jit import Kernel
 from ggjit.op import NONE
-from ggjit.tensor import Tensor, encode, new_node
+from ggjit.tensor import Tensor, new_node
+from ggjit.tensor_values import encode
 from ggjit.types import Type
 
 ARENA = 1 << 20
