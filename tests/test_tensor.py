@@ -18,6 +18,7 @@ from ggjit.tensor import (
     can_repeat,
     same_shape,
 )  # fmt: skip
+from ggjit.tensor_values import encode
 
 
 @pytest.fixture
@@ -35,7 +36,6 @@ def test_s1_record(context: gg.Context) -> None:
     }  # fmt: skip
     sizes = {n: RECORD.fields[n][0].itemsize for n in RECORD.names}
     assert (sizes["src"], sizes["op_params"], sizes["name"], sizes["ne"], sizes["nb"]) == (80, 64, 64, 32, 32)
-from ggjit.tensor_values import encode
     t = gg.new_tensor(types.F16, 5, 3, 2, name="weights")
     r = t.record
     assert (r["type"], r["op"], r["flags"], r["buffer"], r["view_src"], r["extra"]) == (1, 0, 0, 0, 0, 0)
