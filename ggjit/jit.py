@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -396,7 +397,7 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
 
 def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
     """Object code by entry of what the cache has not."""
-    from ggjit import numba_entry, parallel_compile  # noqa: F401  (Numba is imported before children are forked)
+    from ggjit import numba_entry, parallel_compile
 
     objects: dict[str, bytes] = {}
     progress = _Progress(len(fresh))
@@ -405,8 +406,11 @@ def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
         objects[fresh[i].entry] = _compile(fresh[i])
 
     n_processes = parallel_compile.processes(len(fresh)) if kernel_cache.folder() is not None else 1
+    limits = gc.get_threshold()
+    gc.set_threshold(_GC_THRESHOLD)  # Numba makes many objects, of which few are garbage
     try:
         if n_processes > 1:
+            numba_entry.prepare()
             parallel_compile.run(len(fresh), n_processes, compile_one, progress.step)
             for c in fresh:  # what the children did is on disk
                 objects.setdefault(c.entry, kernel_cache.load(c.key) or b"")
@@ -416,6 +420,7 @@ def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
                 progress.step()
     finally:
         progress.close()
+        gc.set_threshold(*limits)
     kernel_cache.trim()
     return objects
 
@@ -425,6 +430,7 @@ def compile_seconds() -> float:
     return sum(_seconds)
 
 
+_GC_THRESHOLD = 100_000
 _seconds: list[float] = []
 _linked: dict[str, int] = {}  # key -> address: the same kernel made twice is linked once
 

@@ -205,15 +205,20 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 # --- C entries --------------------------------------------------------------------------------------------------------
 
 
+def prepare() -> None:
+    """Let Numba load what every compilation needs; done before processes are forked, so that they have it."""
+    _target.typing_context.refresh()
+    _target.target_context.refresh()
+
+
 def _compile(function: Callable[..., Any], arguments: tuple[Any, ...], return_type: Any = None) -> Any:
     flags = compiler.Flags()
     flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     flags.no_compile = True  # the entry goes into the same module first
     flags.nrt = False  # an allocation in a kernel is a compile error
     flags.error_model = "numpy"
+    prepare()
     typing_context, context = _target.typing_context, _target.target_context
-    typing_context.refresh()
-    context.refresh()
     return compiler.compile_extra(typing_context, context, function, arguments, return_type, flags, {})
 
 

@@ -3,7 +3,8 @@
 Children are forked after Numba has been imported, so they start at once and see every kernel, factories' too. Each
 takes the next kernel's number from a pipe, compiles it and stores the object in the cache on disk; the parent takes
 part. What a child could not do (an error, a kill) the parent does itself afterwards, so errors are raised in one place.
-Only a process without other threads forks.
+A process forks only if it has no other threads than workers of pools (`ggjit.threadpool`): while this thread compiles
+they sleep in compiled code and hold no lock. A thread of somebody else's may hold one that a child would wait for.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import contextlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 
-LEAST = 6  # kernels; fewer are not worth a process
 MAX_PROCESSES = 16
+WORKER = "ggjit-"  # what the names of a pool's threads begin with
 
 
 def processes(n_kernels: int) -> int:
-    """Return how many processes should compile: 1 where forking is not safe or does not pay."""
-    if n_kernels < LEAST or not sys.platform.startswith("linux") or threading.active_count() > 1:
+    """Return how many processes should compile: 1 where forking is not safe."""
+    here = threading.current_thread()
+    others = [t for t in threading.enumerate() if t is not here and not t.name.startswith(WORKER)]
+    if others or not sys.platform.startswith("linux"):
         return 1
-    return min(len(os.sched_getaffinity(0)), n_kernels // (LEAST // 2), MAX_PROCESSES)
+    return max(min(len(os.sched_getaffinity(0)), n_kernels, MAX_PROCESSES), 1)
 
 
 def run(n_kernels: int, n_processes: int, compile_one: Callable[[int], None], done: Callable[[], None]) -> None:
@@ -39,7 +43,10 @@ def run(n_kernels: int, n_processes: int, compile_one: Callable[[int], None], do
     os.write(work_in, b"".join(i.to_bytes(4, "little") for i in range(n_kernels)))
     os.close(work_in)
     os.set_blocking(news_out, False)
-    children = [_fork(work_out, news_in, compile_one) for _ in range(n_processes - 1)]
+    children = []
+    with contextlib.suppress(OSError):  # no memory for another process: fewer do it
+        for _ in range(n_processes - 1):
+            children.append(_fork(work_out, news_in, compile_one))
     os.close(news_in)
     try:
         for i in _numbers(work_out):
@@ -68,7 +75,9 @@ def _report(news: int, done: Callable[[], None]) -> None:
 
 
 def _fork(work: int, news: int, compile_one: Callable[[int], None]) -> int:
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about threads: see above
+        child = os.fork()
     if child:
         return child
     status = 1

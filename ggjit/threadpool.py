@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ggjit import program
 from ggjit import shared_state as shared
 from ggjit.jit import compile_all, words
+from ggjit.parallel_compile import WORKER
 from ggjit.shared_state import ABORT, FAILURES, IDLE_SPINS, JOB, LAST, PARKED, SPINS, WAIT_KIND
 
 BARRIER_SPIN_NS = (
@@ -62,6 +63,9 @@ def pauses(n):  # type: ignore[no-untyped-def]
     return n
 
 
+COMPILED = *program.COMPILED, worker, pauses
+
+
 @functools.cache
 def pause_ns() -> float:
     """Nanoseconds of one spin on this machine, measured once."""
@@ -85,7 +89,7 @@ class Pool:
         if not 1 <= n_threads <= MAX_THREADS:
             raise ValueError(f"Pool: n_threads must be 1 to {MAX_THREADS}, got {n_threads}")
         self.n_threads = n_threads
-        compile_all([*program.COMPILED, worker, pauses])
+        compile_all(COMPILED)
         self._worker = worker.c_function
         self._start()
 
@@ -101,7 +105,7 @@ class Pool:
         in_python = self._words[WAIT_KIND // 8] == shared.NO_WAIT
         self._job: Callable[..., int] = self._publish_and_run if in_python else program.execute.c_function
         self._threads = [
-            threading.Thread(target=self._serve, args=(self._words, i), name=f"ggjit-{i}", daemon=True)
+            threading.Thread(target=self._serve, args=(self._words, i), name=f"{WORKER}{i}", daemon=True)
             for i in range(1, self.n_threads)
         ]
         for thread in self._threads:

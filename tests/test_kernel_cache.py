@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from test_jit import ROOT, run
 from ggjit import kernel_cache, parallel_compile
 from ggjit.jit import jitted, words
 from ggjit.ops.lib import memory
+from ggjit.threadpool import get_pool
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 
@@ -118,6 +120,7 @@ def tree(tmp_path):
 
 KEYS = """
 import sys
+import threading
 from ggjit.ops import fam_a, fam_b, fam_c, fam_d
 print(*(m.family_kernel.key for m in (fam_a, fam_b, fam_c, fam_d)), "numba" in sys.modules)
 """
@@ -165,6 +168,7 @@ def test_an_edit_recompiles_what_it_touches_and_no_more(tree):
 
 RUN = f"""
 import sys
+import threading
 sys.path.insert(0, {str(ROOT / "tests")!r})
 import numpy as np
 from ggjit.jit import compile_all, kernel, lazy_module
@@ -245,11 +249,13 @@ def test_store_and_load(folder):
 PARALLEL = """
 import os, sys
 from ggjit import jit, kernel_cache, parallel_compile
+from ggjit.threadpool import get_pool
 def make(k):
     @jit.words
     def f(x):
         return x * k
     return f
+get_pool(3)  # its workers sleep while processes are forked
 made = [make(k) for k in range(20)]
 fork, store, children, stored = os.fork, kernel_cache.store, [], []
 def count_fork():
@@ -262,7 +268,7 @@ def count_store(key, code):
             raise OSError("this child fails")
     store(key, code)
 os.fork, kernel_cache.store = count_fork, count_store
-parallel_compile.processes = lambda n: 3
+os.sched_getaffinity = lambda pid: range(3)
 jit.compile_all(made)
 print(len(children), len(stored) < 20, [f(3) for f in made] == [3 * k for k in range(20)])
 """
@@ -275,12 +281,15 @@ def test_kernels_compile_in_several_processes(tmp_path):
     assert run(PARALLEL.format(broken=True), tmp_path / "bad") == ["2", "False", "True"], "the parent does the rest"
 
 
-def test_a_process_with_threads_does_not_fork(monkeypatch):
+def test_a_process_with_threads_of_others_does_not_fork(monkeypatch):
+    threads = [threading.current_thread()]
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(parallel_compile.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(parallel_compile.threading, "enumerate", lambda: threads)
     if sys.platform.startswith("linux"):
-        assert [parallel_compile.processes(n) for n in (1, 5, 6, 30, 500)] == [1, 1, 2, 10, 16]
-    monkeypatch.setattr(parallel_compile.threading, "active_count", lambda: 2)
+        assert [parallel_compile.processes(n) for n in (0, 1, 5, 500)] == [1, 1, 5, 16]
+        threads += get_pool(2)._threads
+        assert parallel_compile.processes(500) == 16
+    threads.append(threading.Thread())
     assert parallel_compile.processes(500) == 1
 
 
