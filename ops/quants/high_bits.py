@@ -42,16 +42,18 @@ def five_operands(e, x, offset):
     return out
 
 
-@jitted
-def pack_five(src, at, dst, to, row):
-    """The 20 bytes at `at` to a row's places in the 320 bytes of a panel block at `to`."""
-    bits, transposed = memory.load_u32(src, at), np.int64(0)
+def pack_five(e, rows, offset, to):
+    """The 20 bytes at an offset of 16 rows to the 320 bytes of a panel block at `to`."""
+    bits, *nibbles = rows.words(offset, 5)[:5]
+    transposed = None
     for g in range(8):
-        four = bits >> 4 * g & 15
-        transposed |= (four * 0x00204081 & 0x01010101) << g  # bit j of four to byte j
-    memory.store_u32(dst, to + 4 * row, transposed)
-    for g in range(4):
-        memory.store_u32(dst, to + 64 + 64 * g + 4 * row, memory.load_u32(src, at + 4 + 4 * g))
+        four = e.and_i32(e.shr_i32(bits, 4 * g), 15)
+        spread = e.or_(e.or_(four, e.shl_i32(four, 7)), e.or_(e.shl_i32(four, 14), e.shl_i32(four, 21)))
+        bit = e.shl_i32(e.and_i32(spread, 0x01010101), g)  # bit j of four in byte j
+        transposed = bit if transposed is None else e.or_(transposed, bit)
+    e.store(to, transposed)
+    for g, x in enumerate(nibbles):
+        e.store(to, x, 64 + 64 * g)
 
 
 def load_five(e, w, offset):

@@ -193,21 +193,20 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, 0)
+    first, lows = rows.words(0, 2)[:2]
     for half in range(2):
-        to = dst_offs + 32 + 1072 * half
-        high = memory.load_u8(src, src_offs + 2 + half)
-        fourth = memory.load_u8(src, src_offs + 5 + 2 * half) >> 4 | high >> 6 << 4
+        start = e.add(to, 32 + 1072 * half)
+        low, high = e.shr_i32(lows, 16 * half), e.shr_i32(first, 16 + 8 * half)
+        fourth = e.or_(e.and_i32(e.shr_i32(low, 12), 15), e.shl_i32(e.and_i32(e.shr_i32(high, 6), 3), 4))
         for r in range(3):
-            low = memory.load_u8(src, src_offs + 4 + 2 * half + r // 2) >> 4 * (r % 2) & 15
-            scale = low | (high >> 2 * r & 3) << 4 | (fourth >> 2 * r & 3) << 6
-            memory.store_u8(dst, to + 16 * r + row, scale)
-        for g in range(16):
-            q = memory.load_u32(src, src_offs + 8 + 64 * half + 4 * g)
-            memory.store_u32(dst, to + 48 + 64 * g + 4 * row, q)
+            scale = e.or_(e.and_i32(e.shr_i32(low, 4 * r), 15), e.shl_i32(e.and_i32(e.shr_i32(high, 2 * r), 3), 4))
+            scale = e.or_(scale, e.shl_i32(e.and_i32(e.shr_i32(fourth, 2 * r), 3), 6))
+            rows.store_bytes(e.add(start, 16 * r), scale, 0)
+        for g, x in enumerate(rows.words(8 + 64 * half)):
+            e.store(start, x, 48 + 64 * g)
 
 
 def runs(e, w, step):
@@ -224,5 +223,5 @@ def runs(e, w, step):
     return out
 
 
-PANEL = Panel(256, 2176, 255, pack_block, runs, steps=2, offset_shift=7)
+PANEL = Panel(256, 2176, 255, pack_rows, runs, steps=2, offset_shift=7)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

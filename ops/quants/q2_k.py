@@ -107,20 +107,20 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs + 80))
-    memory.store_u16(dst, dst_offs + 32 + 2 * row, memory.load_u16(src, src_offs + 82))
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, 80)
+    rows.store_halves(e.add(to, 32), 82)
+    scales, q = rows.words(0, 4), rows.words(16)
     for u in range(4):
-        quad, first = dst_offs + 64 + 320 * u, src_offs + 16 + 32 * (u >> 1)
+        quad, first = e.add(to, 64 + 320 * u), 8 * (u >> 1)
         for f in range(4):
-            memory.store_u8(dst, quad + 16 * f + row, memory.load_u8(src, src_offs + 4 * u + f))
+            rows.store_bytes(e.add(quad, 16 * f), scales[u], f)
         for v in range(4):
-            a = np.int64(memory.load_u32(src, first + 4 * v)) >> 4 * (u & 1)
-            b = np.int64(memory.load_u32(src, first + 16 + 4 * v)) >> 4 * (u & 1)
-            fields = a & 0x03030303 | (b & 0x03030303) << 2 | (a & 0x0C0C0C0C) << 2 | (b & 0x0C0C0C0C) << 4
-            memory.store_u32(dst, quad + 64 + 64 * v + 4 * row, fields)
+            a, b = (e.shr_i32(x, 4 * (u & 1)) for x in (q[first + v], q[first + 4 + v]))
+            low = e.or_(e.and_i32(a, 0x03030303), e.shl_i32(e.and_i32(b, 0x03030303), 2))
+            high = e.or_(e.shl_i32(e.and_i32(a, 0x0C0C0C0C), 2), e.shl_i32(e.and_i32(b, 0x0C0C0C0C), 4))
+            e.store(quad, e.or_(low, high), 64 + 64 * v)
 
 
 def runs(e, w, step):
@@ -138,5 +138,5 @@ def runs(e, w, step):
     return [parts[:2], parts[2:]]
 
 
-PANEL = Panel(256, 1344, 3, pack_block, runs, steps=4, parts=2, minimum=True)
+PANEL = Panel(256, 1344, 3, pack_rows, runs, steps=4, parts=2, minimum=True)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, True, quantize_weighted))

@@ -125,11 +125,10 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 32)
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
-    high_bits.pack_five(src, src_offs + 2, dst, dst_offs + 32, row)
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, 0)
+    high_bits.pack_five(e, rows, 2, e.add(to, 32))
 
 
 def runs(e, w, step):
@@ -138,5 +137,5 @@ def runs(e, w, step):
     return [[Part(high_bits.load_five(e, w, 32), d, 4)]]
 
 
-PANEL = Panel(32, 352, 31, pack_block, runs, offset_shift=4)
+PANEL = Panel(32, 352, 31, pack_rows, runs, offset_shift=4)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL, False, quantize_weighted))

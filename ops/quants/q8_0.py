@@ -97,13 +97,11 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 32)
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs))
-    for g in range(8):
-        q = memory.load_u32(src, src_offs + 2 + 4 * g) ^ 0x80808080
-        memory.store_u32(dst, dst_offs + 32 + 64 * g + 4 * row, q)
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, 0)
+    for g, x in enumerate(rows.words(2, 8)[:8]):
+        e.store(to, e.map(e.b.xor, x, e.i32_const(-0x7F7F7F80)), 32 + 64 * g)
 
 
 def runs(e, w, step):
@@ -112,5 +110,5 @@ def runs(e, w, step):
     return [[Part([e.load_bytes(w, 32 + 64 * g) for g in range(8)], d, 7)]]
 
 
-PANEL = Panel(32, 544, 255, pack_block, runs, offset_shift=7)
+PANEL = Panel(32, 544, 255, pack_rows, runs, offset_shift=7)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))

@@ -78,13 +78,12 @@ def dequantize_row(src, src_offs, dst, dst_offs, n):
     dequantize_blocks(memory.address(src) + src_offs, memory.address(dst) + dst_offs, n // 256)
 
 
-@jitted
-def pack_block(src, src_offs, dst, dst_offs, row):
-    """A block of a row to its places in a panel block."""
-    memory.store_u16(dst, dst_offs + 2 * row, memory.load_u16(src, src_offs + D))
-    for g in range(16):
-        memory.store_u32(dst, dst_offs + 32 + 64 * g + 4 * row, memory.load_u32(src, src_offs + 4 * g))
+def pack_rows(e, rows, to):
+    """A block of 16 rows to a panel block."""
+    rows.store_halves(to, D)
+    for g, x in enumerate(rows.words(0)):
+        e.store(to, x, 32 + 64 * g)
 
 
-PANEL = Panel(256, ternary.NBYTES, 3, pack_block, ternary.runs, steps=2, offset_shift=0)
+PANEL = Panel(256, ternary.NBYTES, 3, pack_rows, ternary.runs, steps=2, offset_shift=0)
 register(Quant(TYPE, quantize, dequantize, quantize_row, dequantize_row, PANEL))
