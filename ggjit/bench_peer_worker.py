@@ -33,6 +33,10 @@ class Engine:
     n_ubatch = 512
     n_past = 0
 
+    def fields(self) -> list[str]:
+        """Names of the parameters that `options` may set."""
+        return []
+
     def load(self, path: str, n_ctx: int, threads: int, kv_type: str, options: dict[str, float]) -> None:
         """Load a model and make a context."""
         raise NotImplementedError
@@ -119,6 +123,11 @@ class _Llama(Engine):
 
     _api: Any
     _log: Any
+
+    def fields(self) -> list[str]:
+        """The fields of the parameters of models and contexts."""
+        made = self._api.llama_model_default_params(), self._api.llama_context_default_params()
+        return sorted({name for params in made for name, _ in params._fields_})
 
     def load(self, path: str, n_ctx: int, threads: int, kv_type: str, options: dict[str, float]) -> None:
         """Load a model and make a context."""
@@ -309,9 +318,13 @@ def _cost(engine: Engine, n_past: int, n: int) -> dict[str, Any]:
     return dict(zip(("weights", "kv", "flops"), engine.cost(n_past, n), strict=True))
 
 
+def _fields(engine: Engine) -> dict[str, Any]:
+    return {"fields": engine.fields()}
+
+
 REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
     "load": _load, "prefill": _prefill, "generate": _generate, "greedy": _greedy, "logits": _logits, "turn": _turn,
-    "cost": _cost,
+    "cost": _cost, "fields": _fields,
 }  # fmt: skip
 
 

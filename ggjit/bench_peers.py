@@ -192,6 +192,32 @@ def find_peers(given: Iterable[str] = ()) -> dict[str, str]:
     return {name: found[name] for name in PEERS if name in found}
 
 
+def check_options(peers: Mapping[str, str], options: Mapping[str, Mapping[str, float]]) -> None:
+    """Ask each peer whether its parameters have the fields that are to be set.
+
+    Raises:
+        ValueError: a name is that of no peer here, or a field is not there.
+    """
+    for name, fields in options.items():
+        if name not in (*peers, LIMITS):
+            raise ValueError(f"bench peers: --peer-option must name one of {', '.join((*peers, LIMITS))}, got {name!r}")
+        known = ["buffer_nbytes"] if name == LIMITS else _fields(name, peers[name])
+        for field_name in fields:
+            if field_name not in known:
+                raise ValueError(
+                    f"bench peers: --peer-option {name}.FIELD must be one of {', '.join(known)}, got {field_name!r}"
+                )
+
+
+def _fields(name: str, python: str) -> list[str]:
+    worker = Worker(name, python)
+    try:
+        found: list[str] = worker.ask("fields")["fields"]
+        return found
+    finally:
+        worker.close()
+
+
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 

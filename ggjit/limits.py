@@ -29,9 +29,10 @@ from ggjit.program import Program
 from ggjit.tensor import Tensor, new_node
 from ggjit.threadpool import default_threads, get_pool
 
-__all__ = ["KINDS", "Limits", "Meter", "last_level_cache", "measure"]
+__all__ = ["KINDS", "UNITS", "Limits", "Meter", "last_level_cache", "measure"]
 
-KINDS = ("read", "copy", "int8", "f32")
+UNITS = {"read": "GB/s", "copy": "GB/s each way", "int8": "GOP/s", "f32": "GFLOP/s"}  # of the rates of each kind
+KINDS = tuple(UNITS)
 CACHES = 8  # the buffer is that many times the last-level cache
 DEFAULT_CACHE = 32 << 20  # where the system does not tell
 STEP = 512  # bytes a turn of the loops

@@ -49,9 +49,11 @@ def check_mul_mat(op: Op, a: Tensor, b: Tensor) -> None:
     """Check what every product of weights a with activations b needs of both.
 
     Raises:
-        ValueError: a is transposed, sizes differ, or elements of a row are not next to each other.
+        ValueError: a is transposed or has no columns, sizes differ, or elements of a row are not next to each other.
     """
     names = f"('{a.name}', '{b.name}')"
+    if a.is_transposed and a.ne[0] == 0:
+        raise ValueError(f"{op.name}: src0.ne[0] must be at least 1, got {list(a.ne)} ('{a.name}')")
     if a.is_transposed:
         raise ValueError(
             f"{op.name}: src0 must not be transposed, got nb {list(a.nb)} ('{a.name}'); make it contiguous by cont"

@@ -376,3 +376,9 @@ def test_child_ends_with_its_parent(how: str) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"process {pid} is still there")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="process groups of POSIX")
+def test_ctrl_c_never_reaches_the_child(device: ProcessDevice) -> None:
+    """It goes to the terminal's process group: the child is in another one from its start, not only once it runs."""
+    assert os.getpgid(device.pid) == device.pid != os.getpgrp()

@@ -128,6 +128,16 @@ def test_other_logits_are_an_error_and_options_are_set(fake, capsys, monkeypatch
     assert len(table) == 2 + 5 and all(line.count("|") == table[0].count("|") for line in table)
 
 
+def test_options_are_checked_before_anything_is_measured(fake, capsys):
+    assert run("--peer", fake, "--peer-option", "llama.n_batch=1") == 1
+    assert "--peer-option must name one of llama_cpp, limits, got 'llama'" in capsys.readouterr().err
+    assert run("--peer", fake, "--peer-option", "llama_cpp.n_bach=1") == 1
+    error = capsys.readouterr().err
+    assert "--peer-option llama_cpp.FIELD must be one of n_batch, n_ctx," in error and "got 'n_bach'" in error
+    assert run("--peer", fake, "--peer-option", "limits.nbytes=1") == 1
+    assert "limits.FIELD must be one of buffer_nbytes, got 'nbytes'" in capsys.readouterr().err
+
+
 def test_an_engine_that_cannot_start_is_named(fake, capsys, tmp_path):
     (tmp_path / "llama_cpp" / "llama_cpp.py").write_text("raise ImportError('no such library')")
     assert run("--peer", fake) == 1

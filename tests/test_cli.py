@@ -14,6 +14,8 @@ import pytest
 from ggjit import cli
 from ggjit.errors import GgufError
 
+MODEL = str(Path(__file__).parent / "data" / "models" / "llama-headdim.gguf")
+
 
 @pytest.fixture
 def command(monkeypatch):
@@ -200,3 +202,19 @@ def test_a_conversation_longer_than_the_context_loses_its_oldest_turns(capsys):
     assert bytes(_fit(llm, messages)) == b"S" * 10 + b"e" * 10  # 40 tokens would leave no room for an answer
     assert [m["content"][0] for m in messages] == ["S", "e"]
     assert "oldest turns dropped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["profile", MODEL, "--plot", "there/is/no/folder.png"], "there/is/no/folder.png: No such file or directory"),
+        (["profile", MODEL, "--plot", "times.xyz"], "profile: a picture's name must end with one of ."),
+        (["imatrix", MODEL, "-f", MODEL, "-o", "no/folder.gguf"], "no/folder.gguf: No such file or directory"),
+        (["imatrix", MODEL, "-f", MODEL, "-o", "/"], "/: Is a directory"),
+    ],
+)
+def test_outputs_are_checked_before_the_work(words, text, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("ggjit.llm.LLM.__init__", lambda *args, **options: pytest.fail("the model was loaded"))
+    assert cli.main(words) == 1
+    assert text in capsys.readouterr().err

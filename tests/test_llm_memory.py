@@ -119,6 +119,15 @@ class Named:
 
 
 def test_placement_errors() -> None:
+    for given, text in (
+        ((4, [], 1.5), "n_gpu_layers must be a whole number or None, got 1.5"),
+        ((4, [], True), "n_gpu_layers must be a whole number or None, got True"),
+        ((4, [], None, ["ffn"]), "overrides must be a dict of regular expressions, got .'ffn'."),
+        ((4, [], None, {5: "CPU"}), "an override must be a regular expression as a str, got 5"),
+        ((4, [], None, {"ffn": 5}), "an override must name a device or be one, got 5"),
+    ):
+        with pytest.raises(TypeError, match=f"Placement: {text}"):
+            Placement(*given)
     with pytest.raises(ValueError, match="Placement: n_gpu_layers must not be negative, got -1"):
         Placement(1, (), -1)
     with pytest.raises(ValueError, match=r"Placement: a device must be one of \['cpu'\], got 'cuda7'"):

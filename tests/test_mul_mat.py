@@ -217,3 +217,9 @@ def test_activations_for_f16_weights_are_rounded_to_f16(b_name, k, n):
     a, b = leaf("F16", k, 19), leaf(b_name, k, n, seed=1)
     want = b.numpy().astype(np.float16).astype(np.float64) @ a.numpy().astype(np.float64).swapaxes(2, 3)
     assert nmse(want, compute(ops.mul_mat(a, b), 2)) < 1e-12
+
+
+@pytest.mark.parametrize("build", [ops.mul_mat, lambda a, b: ops.mul_mat_id(a, b, leaf("I32", 1, 2))])
+def test_weights_without_columns_are_named(build):
+    with gg.Context(1 << 20), pytest.raises(ValueError, match=r"src0.ne\[0\] must be at least 1, got \[0, 4, 1, 1\]"):
+        build(leaf("F32", 0, 4), leaf("F32", 0, 2))

@@ -57,6 +57,11 @@ _lock = threading.Lock()
 _next_base = 1 << 60
 
 
+# Ctrl-C goes to the terminal's whole process group: the child is none of it, from before it can ignore signals. The
+# number is Windows' CREATE_NEW_PROCESS_GROUP.
+_APART: dict[str, Any] = {"creationflags": 0x200} if sys.platform == "win32" else {"process_group": 0}
+
+
 def _new_base(size: int) -> int:
     """An address range that no memory of this process has and no other buffer got."""
     global _next_base
@@ -79,7 +84,7 @@ class Channel:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ggjit.backends.process_child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path}, **_APART,
         )  # fmt: skip
         self._write = threading.Lock()
         self._changed = threading.Condition()

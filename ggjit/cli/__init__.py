@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import errno
 import importlib
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-__all__ = ["COMMANDS", "EXTRAS", "at_least", "main", "numbers", "read_text"]
+__all__ = ["COMMANDS", "EXTRAS", "at_least", "check_output", "main", "numbers", "read_text"]
 
 COMMANDS = {
     "run": "generate text with a model, or chat with it",
@@ -67,6 +68,21 @@ def numbers(low: int) -> Callable[[str], list[int]]:
     """A type of arguments: whole numbers not below `low`, separated by commas."""
     number = at_least(low)
     return lambda text: [number(word) for word in text.split(",")]
+
+
+def check_output(path: str) -> None:
+    """Check that a file can be made, before the work whose result goes there.
+
+    Raises:
+        OSError: the folder is not there, the file is one, or it must not be written.
+    """
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 def read_text(path: str) -> str:

@@ -13,8 +13,6 @@ from ggjit.cli import at_least
 if TYPE_CHECKING:
     from ggjit.bench_ops import Row
 
-_UNITS = {"copy": "GB/s each way", "read": "GB/s", "int8": "GOP/s", "f32": "GFLOP/s"}
-
 
 def add_arguments(parsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the arguments of `bench ops`."""
@@ -66,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(r: Row) -> str:
-    limit = f"{r.limit} {r.limit_rate:.1f} {_UNITS[r.limit]}"
+    from ggjit.limits import UNITS
+
+    limit = f"{r.limit} {r.limit_rate:.1f} {UNITS[r.limit]}"
     rates = f"{r.milliseconds:.3g} | {r.gflops:.1f} | {r.gb_per_second:.1f}"
     return f"| {r.op} | {r.type} | {r.shape} | {rates} | {limit} | {r.share:.2f} |"

@@ -14,8 +14,6 @@ from ggjit.cli import at_least, numbers
 if TYPE_CHECKING:
     from ggjit.bench_peers import Result, Row
 
-_UNITS = {"read": "GB/s", "int8": "GOP/s"}
-
 
 def add_arguments(parsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the arguments of `bench peers`."""
@@ -51,11 +49,12 @@ def add_arguments(parsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status: 1 if a peer computes something else."""
-    from ggjit.bench_peers import Plan, bench, find_peers
+    from ggjit.bench_peers import Plan, bench, check_options, find_peers
     from ggjit.fetch import pull
     from ggjit.threadpool import default_threads
 
     peers, options = find_peers(args.peer), _options(args.peer_option)
+    check_options(peers, options)
     shown = sys.stderr.isatty() and not args.json
     results = []
     for model in args.models:
@@ -114,7 +113,9 @@ def _line(row: Row, names: list[str]) -> str:
     values = " | ".join(form.format(row.median(name)) for name in names)
     share, limit = row.share("ggjit"), ""
     if row.limit:
-        limit = f"{row.limit} {row.as_dict()['limit_rate']:.1f} {_UNITS[row.limit]}"
+        from ggjit.limits import UNITS
+
+        limit = f"{row.limit} {row.as_dict()['limit_rate']:.1f} {UNITS[row.limit]}"
     return (
         f"| {row.test} | {values} | {row.factor():.2f} ({row.better_peer}) | "
         f"{'' if share is None else f'{share:.2f}'} | {limit} |"

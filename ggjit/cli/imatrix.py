@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ggjit.cli import at_least, read_text
+from ggjit.cli import at_least, check_output, read_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from ggjit.fetch import pull
     from ggjit.llm.imatrix import collect, write
 
+    check_output(args.output)
     text, progress = read_text(args.file), sys.stderr.isatty()
 
     def show(done: int, total: int) -> None:

@@ -30,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from ggjit.profile import profile
 
     if args.plot:
+        from ggjit.show.axes import check_picture
+
+        check_picture("profile", args.plot)
         import matplotlib
 
         matplotlib.use("agg")

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 from ggjit.backend import Device, devices
 
@@ -35,6 +37,7 @@ class Placement:
         input, output: devices of what comes before the blocks and behind them.
 
     Raises:
+        TypeError: an argument is of the wrong kind.
         ValueError: the number of layers is negative, a regular expression is none, or a device is not there.
     """
 
@@ -50,6 +53,7 @@ class Placement:
         names = [d.name for d in others] + [devices()[-1].name]
         if len(set(names)) < len(names):
             raise ValueError(f"Placement: devices must have different names, got {names}")
+        _check_kinds(n_gpu_layers, overrides)
         if n_gpu_layers is not None and n_gpu_layers < 0:
             raise ValueError(f"Placement: n_gpu_layers must not be negative, got {n_gpu_layers}")
         self.cpu, self.others = devices()[-1], tuple(others)
@@ -92,8 +96,20 @@ class Placement:
         for d in self.devices:
             if d is wanted or (isinstance(wanted, str) and d.name.lower() == wanted.lower()):
                 return d
+        if not isinstance(wanted, str) and not hasattr(wanted, "name"):
+            raise TypeError(f"Placement: an override must name a device or be one, got {wanted!r}")
         name = wanted if isinstance(wanted, str) else wanted.name
         raise ValueError(f"Placement: a device must be one of {[d.name for d in self.devices]}, got {name!r}")
+
+
+def _check_kinds(n_gpu_layers: Any, overrides: Any) -> None:
+    if n_gpu_layers is not None and (isinstance(n_gpu_layers, bool) or not isinstance(n_gpu_layers, Integral)):
+        raise TypeError(f"Placement: n_gpu_layers must be a whole number or None, got {n_gpu_layers!r}")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise TypeError(f"Placement: overrides must be a dict of regular expressions, got {overrides!r}")
+    for pattern in overrides or ():
+        if not isinstance(pattern, str):
+            raise TypeError(f"Placement: an override must be a regular expression as a str, got {pattern!r}")
 
 
 def parse_overrides(text: str) -> dict[str, str]:

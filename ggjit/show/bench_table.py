@@ -10,13 +10,13 @@ from ggjit import ops, types
 from ggjit.bench_ops import Row, measure
 from ggjit.bench_shapes import Build, Shape
 from ggjit.bench_shapes import shapes as known_shapes
-from ggjit.limits import Meter
+from ggjit.limits import UNITS, Meter
+from ggjit.show.axes import axes, pyplot
 from ggjit.show.html import table
 from ggjit.tensor import Tensor
 
 __all__ = ["BenchTable", "bench"]
 
-UNITS = {"copy": "GB/s each way", "read": "GB/s", "int8": "GOP/s", "f32": "GFLOP/s"}
 _HEAD = ("op", "type", "shape", "threads", "ms", "GFLOP/s", "GB/s", "limit of the same run", "share of the limit")
 Shapes = str | Iterable[str | Shape | Sequence[int]] | Mapping[str, Build]
 
@@ -64,15 +64,11 @@ class BenchTable:
         Raises:
             ImportError: matplotlib is missing.
         """
-        try:
-            import matplotlib.pyplot as plt
-            from matplotlib.patches import Patch
-        except ImportError:
-            raise ImportError("bench: matplotlib must be installed, got none; pip install 'ggjit[show]'") from None
-        if ax is None:
-            _, ax = plt.subplots(figsize=(9, 0.8 + 0.3 * len(self.rows)), layout="constrained")
+        ax = axes("bench", ax, 0.8 + 0.3 * len(self.rows))
+        from matplotlib.patches import Patch
+
         kinds = dict.fromkeys(r.limit for r in self.rows)
-        colours = dict(zip(kinds, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
+        colours = dict(zip(kinds, pyplot("bench").get_cmap("tab10").colors, strict=False))
         for y, r in enumerate(self.rows):
             low, high = r.share - min(r.shares), max(r.shares) - r.share
             ax.barh(y, r.share, xerr=[[low], [high]], color=colours[r.limit], alpha=0.75, capsize=3)

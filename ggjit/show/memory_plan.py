@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ggjit.show.axes import axes, pyplot
+
 if TYPE_CHECKING:
     from ggjit.plan import Plan, Tensors
 
@@ -28,14 +30,9 @@ def plan(p: Plan, graph: Tensors, buffer_id: int = 0, ax: Any = None) -> Any:
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ImportError("show.plan: matplotlib must be installed, got none; pip install 'ggjit[show]'") from None
-    if ax is None:
-        _, ax = plt.subplots(figsize=(9, 4), layout="constrained")
+    ax = axes("show.plan", ax, 4)
     tensors, chains = [*graph.leafs, *graph.nodes], p.chains(buffer_id)
-    colours = plt.get_cmap("tab20")
+    colours = pyplot("show.plan").get_cmap("tab20")
     n_links = sum(map(len, chains))
     for k, chain in enumerate(chains):
         colour = colours(k % 20)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ggjit.show.axes import axes
+
 if TYPE_CHECKING:
     from ggjit.profile import Profile
 
@@ -25,18 +27,13 @@ def profile_plot(p: Profile, ax: Any = None) -> Any:
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ImportError("show.profile: matplotlib must be installed, got none; pip install 'ggjit[show]'") from None
     lines = p.ops()
     bars = [(line.op, line.seconds, min(line.least, line.seconds)) for line in lines[:_MOST]]
     if len(lines) > _MOST:
         rest = lines[_MOST:]
         bars.append((f"{len(rest)} more", sum(line.seconds for line in rest), sum(line.least for line in rest)))
     bars += [("barriers", p.barriers, 0.0), ("Python", p.python, 0.0)]
-    if ax is None:
-        _, ax = plt.subplots(figsize=(9, 0.6 + 0.3 * len(bars)), layout="constrained")
+    ax = axes("show.profile", ax, 0.6 + 0.3 * len(bars))
     names, seconds, least = zip(*bars, strict=True)
     at = range(len(bars))
     ax.barh(at, [1e6 * s for s in seconds], color="#b7cfe6", label="time")
