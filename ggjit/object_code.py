@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ctypes.util
 import functools
 import struct
 import sys
@@ -119,7 +118,11 @@ def check_symbols(code: bytes, what: str) -> None:
 def _c_libraries() -> tuple[Any, ...]:
     if sys.platform == "win32":
         return ctypes.CDLL("ucrtbase"), ctypes.CDLL("msvcrt")
-    libm = ctypes.util.find_library("m") if sys.platform != "linux" else "libm.so.6"
+    libm: str | None = "libm.so.6"
+    if sys.platform != "linux":
+        from ctypes.util import find_library
+
+        libm = find_library("m")
     libraries = [ctypes.CDLL(None)]
     with contextlib.suppress(OSError):  # other names (musl): the C library has the functions itself
         libraries.append(ctypes.CDLL(libm))

@@ -1,12 +1,26 @@
-"""A progress bar of bytes, shown where stderr is a terminal and tqdm is installed."""
+"""Progress bars, shown where stderr is a terminal and tqdm is installed."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from typing import Any
 
-__all__ = ["ByteBar"]
+__all__ = ["ByteBar", "bar_class"]
+
+
+@functools.cache
+def bar_class() -> Any:
+    """tqdm's bar without the thread that watches over slow ones; None if tqdm is not installed.
+
+    Beside a thread of somebody else's kernels are not compiled in several processes (`ggjit.parallel_compile`).
+    """
+    if importlib.util.find_spec("tqdm") is None:
+        return None
+    from tqdm import tqdm
+
+    return type("Bar", (tqdm,), {"monitor_interval": 0})
 
 
 class ByteBar:
@@ -25,11 +39,9 @@ class ByteBar:
     def __call__(self, done: int, total: int) -> None:
         """Show how far it is."""
         if self.bar is None and self.wanted:
-            self.wanted = importlib.util.find_spec("tqdm") is not None
+            self.wanted = bar_class() is not None
             if self.wanted:
-                from tqdm import tqdm
-
-                self.bar = tqdm(total=total, desc=self.what, unit="B", unit_scale=True, leave=False)
+                self.bar = bar_class()(total=total, desc=self.what, unit="B", unit_scale=True, leave=False)
         if self.bar is not None:
             self.bar.update(done - self.bar.n)
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import llvmlite.binding as llvm
@@ -389,9 +390,19 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     quiet.step()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(jit.progress, "bar_class", lambda: None)
     loud = jit._Progress(2)
     loud.step()
     loud.step()
     loud.close()
     assert "compiling kernels: 2/2\n" in capsys.readouterr().err
+
+
+def test_a_progress_bar_starts_no_thread(monkeypatch):
+    """Beside a thread that is no pool's worker kernels would not compile in several processes."""
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    before = threading.active_count()
+    bar = jit._Progress(2)
+    assert bar.bar is not None and threading.active_count() == before
+    bar.close()

@@ -134,3 +134,27 @@ def test_check_refuses_unknown_parts():
         [sys.executable, "-m", "ggjit.dev", "check", "lint", "nonsense"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+def test_families_are_imported_when_they_are_used():
+    """`import ggjit`, an op of one family, the file of another; what a file lists is what it has."""
+    code = (
+        "import sys, ggjit as gg\n"
+        "families = lambda: sorted(m for m in sys.modules if m.startswith('ggjit.ops.') and m.count('.') == 2)\n"
+        "dir(gg), gg.ops.__all__\n"
+        "print(families())\n"
+        "from ggjit.ops.scale import SCALE\n"
+        "print(families(), gg.scale.__name__, gg.ops.scale is gg.scale)\n"
+        "from ggjit import norm\n"
+        "print('ggjit.ops.norm' in families(), 'ggjit.ops.conv' in families(), norm is gg.ops.norm)\n"
+        "listed = list(gg.ops.__all__)\n"
+        "gg.ops.load_all()\n"
+        "had = [f for m in families() if m.count('.') == 2 for f in getattr(sys.modules[m], '__all__', ())]\n"
+        "print(sorted(had) == sorted(listed), all(callable(getattr(gg, f)) for f in listed))\n"
+    )
+    assert python(code).splitlines() == [
+        "[]",
+        "['ggjit.ops.scale'] scale True",
+        "True False True",
+        "True True",
+    ]
