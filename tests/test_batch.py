@@ -112,3 +112,14 @@ def test_a_trace_has_all_tokens_or_is_refused(llm):
     assert llm.trace(IDS[:16], ["l_out-0"])["l_out-0"].shape[2] == 16
     with pytest.raises(ValueError, match="trace: tokens must fit a ubatch of 16, got 27"):
         llm.trace(IDS, ["l_out-0"])
+
+
+def test_a_closed_context_says_so():
+    llm = gg.LLM(MODEL, n_ctx=64, progress=False)
+    context = llm.context
+    llm.close()
+    context.close()
+    with pytest.raises(ValueError, match="DecodeContext: the context must be open, got a closed one"):
+        context.decode(Batch.of([1]))
+    with pytest.raises(AttributeError, match="has no attribute 'cash'"):
+        _ = context.cash

@@ -86,3 +86,15 @@ def test_bad_parameters_and_logits():
     for shape in ((0,), (1, 4)):
         with pytest.raises(ValueError, match="logits must be one row of at least one value"):
             Sampler()(np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [("top_k", 2.5, "a whole number"), ("top_k", None, "a whole number"), ("seed", "1", "a whole number"),
+     ("temperature", "0.5", "a number"), ("top_p", None, "a number"), ("min_p", [0.1], "a number"),
+     ("top_k", True, "a whole number")],
+)  # fmt: skip
+def test_parameters_of_the_wrong_kind(name, value, kind):
+    with pytest.raises(TypeError, match=f"Sampler: {name} must be {kind}, got "):
+        Sampler(**{name: value})
+    Sampler(top_k=np.int32(2), top_p=np.float32(0.5), seed=np.uint64(7))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 N_UBATCH = 512
 MAX_GRAPHS = 12  # shapes kept ready
 GRAPH_SIZE = 8192
+
+
+_DROPPED = ("cache", "allocator", "scratch", "scheduler")  # attributes of a context that is not closed
 
 
 class DecodeGraph:
@@ -399,6 +402,13 @@ class DecodeContext:
             yield graph
 
     def close(self) -> None:
-        """Drop graphs and cache."""
+        """Drop graphs and cache; computing is an error from here on."""
         self._graphs.clear()
-        del self.cache, self.allocator, self.scratch, self.scheduler
+        for name in _DROPPED:
+            self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Only what is not there gets here: what `close` has dropped."""
+        if name in _DROPPED:
+            raise ValueError("DecodeContext: the context must be open, got a closed one")
+        raise AttributeError(f"'DecodeContext' object has no attribute {name!r}")
