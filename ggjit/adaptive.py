@@ -36,12 +36,13 @@ class Adaptive:
         self._shared_ns = self._alone_ns = 0  # wall times of the last runs that were compared
 
     def run(self, pool: Pool) -> tuple[int, int] | None:
-        """Run the whole program; see `Program.run`."""
+        """Run the whole program; see `Pool.execute`."""
+        job = self.program.job
         if pool.n_threads == 1:
-            return self.program.run(pool)
+            return pool.execute(*job)
         start = time.perf_counter_ns()
         if self.is_alone and (self._is_trial or start < self._until):
-            failed = self.program.run(pool, alone=True)
+            failed = pool.execute(*job, alone=True)
             self._alone_ns = time.perf_counter_ns() - start
             if self._is_trial:
                 self._is_trial = False
@@ -49,9 +50,9 @@ class Adaptive:
             return failed
         self._unjudged += 1
         if self._unjudged < EVERY and not self.is_alone:
-            return self.program.run(pool)
+            return pool.execute(*job)
         cpu = time.process_time_ns()
-        failed = self.program.run(pool)
+        failed = pool.execute(*job)
         wall = time.perf_counter_ns() - start
         if wall >= JUDGED_NS:
             self._unjudged = 0

@@ -247,6 +247,7 @@ class Program:
     Attributes:
         ticks: None, or int64 [2 n + 1] that runs write thread 0's time counter to: at the start, and for each row when
             its kernel is done and when all threads have met behind it.
+        job: all rows, as `Pool.execute` takes them.
 
     Raises:
         ValueError: wrong shape, or two rows with COUNTER and the same task without a barrier between them.
@@ -264,7 +265,7 @@ class Program:
                 f"Program: a BARRIER must stand between rows with COUNTER and the same task, got none before row {row}"
             )
         self.rows = rows
-        self._n_rows, self._address = len(rows), rows.ctypes.data
+        self._address = rows.ctypes.data
         self.ticks = None
 
     @property
@@ -274,7 +275,8 @@ class Program:
 
     @ticks.setter
     def ticks(self, ticks: NDArray[np.int64] | None) -> None:
-        self._ticks, self._times = ticks, 0 if ticks is None else ticks.ctypes.data
+        self._ticks = ticks
+        self.job = self._address, 0, len(self.rows), 0 if ticks is None else ticks.ctypes.data
 
     def run(self, pool: Pool, first: int = 0, last: int | None = None, alone: bool = False) -> tuple[int, int] | None:
         """Run rows first to last on all threads of the pool, or on the calling thread `alone`.
@@ -285,10 +287,11 @@ class Program:
         Raises:
             Aborted: `pool.abort` was called.
         """
-        last = self._n_rows if last is None else last
-        if not 0 <= first <= last <= self._n_rows:
-            raise ValueError(f"Program.run: rows must be within 0 to {self._n_rows}, got {first} to {last}")
-        return pool.execute(self._address, first, last, self._times, alone)
+        n_rows = len(self.rows)
+        last = n_rows if last is None else last
+        if not 0 <= first <= last <= n_rows:
+            raise ValueError(f"Program.run: rows must be within 0 to {n_rows}, got {first} to {last}")
+        return pool.execute(self._address, first, last, self.job[3], alone)
 
     def time(self, pool: Pool) -> NDArray[np.int64]:
         """Run all rows and return the nanoseconds of each on thread 0, barriers included.
@@ -299,7 +302,7 @@ class Program:
         """
         rate = ns_per_tick()
         ticks = np.zeros(2 * len(self.rows) + 1, np.int64)
-        failed = pool.execute(self._address, 0, self._n_rows, ticks.ctypes.data)
+        failed = pool.execute(self._address, 0, len(self.rows), ticks.ctypes.data)
         if failed is not None:
             raise RuntimeError(f"Program.time: rows must not fail, got status {failed[1]} at row {failed[0]}")
         return np.rint(np.diff(ticks[::2]) * rate).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Memory by its address, for compiled functions of plain numbers (`ggjit.jit.words`).
+"""Memory and functions by their addresses, for compiled functions of plain numbers (`ggjit.jit.words`).
 
 What `ggjit.ops.lib.memory` and `vec` read and write are buffers; here one is made of an address.
 """
@@ -27,3 +27,14 @@ def at(typingctx, address):  # type: ignore[no-untyped-def]
         return array._getvalue()
 
     return buffer_type(types.int64), codegen
+
+
+@intrinsic
+def call_system(typingctx, function, a, c, d, e):  # type: ignore[no-untyped-def]
+    """Call a function of the C library, given by its address, with four integers; returns its integer."""
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        i64 = ir.IntType(64)
+        return b.call(b.inttoptr(args[0], ir.FunctionType(i64, [i64] * 4).as_pointer()), args[1:])
+
+    return types.int64(*[types.int64] * 5), codegen

@@ -135,11 +135,11 @@ class Pool:
         with self._busy:
             job = program.execute_alone.c_function if alone else self._job
             result = job(self._state, rows, first, last, times)
+            if not result:
+                return None
             if result == program.FAILURE:
                 return self._failure()
-        if result == program.ABORTED:
-            raise program.Aborted(f"program: stopped by abort, got rows {first} to {last} only in part")
-        return None
+        raise program.Aborted(f"program: stopped by abort, got rows {first} to {last} only in part")
 
     def _publish_and_run(self, state: int, rows: int, first: int, last: int, times: int) -> int:
         """What `program.execute` does, where workers wait in Python."""

@@ -9,9 +9,9 @@ from ggjit.adaptive import Adaptive
 
 
 class Machine:
-    """A clock, and a program that takes time on it."""
+    """A clock, and a program that takes time on it; its own pool."""
 
-    n_threads = 2
+    n_threads, job = 2, (0, 0, 1, 0)
 
     def __init__(self, monkeypatch):
         self.now, self.cpu = 1_000_000_000, 0
@@ -20,7 +20,8 @@ class Machine:
         monkeypatch.setattr(time, "perf_counter_ns", lambda: int(self.now))
         monkeypatch.setattr(time, "process_time_ns", lambda: int(self.cpu))
 
-    def run(self, pool, alone=False):
+    def execute(self, *job, alone=False):
+        assert job == self.job
         wall = self.alone if alone else self.shared
         self.now += wall
         self.cpu += wall if alone else wall * self.busy * self.n_threads

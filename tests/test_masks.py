@@ -23,7 +23,7 @@ def test_mask(window):
     cell_pos, cell_seq = cache.pos, cache.seq
     pos, seq = (rng.integers(0, high, n).astype(np.int32) for high in (400, 3))
     got = np.full((n + 1, n_kv), 7, np.uint16)
-    where = np.array([n_kv, 0, 0, 0, 0, 0, 1, got.ctypes.data, window])
+    where = np.array([n_kv, *[0] * 10, 1, got.ctypes.data, window])
     inputs.fill(where.ctypes.data, (tokens := batch(pos, seq)).address, cache.address)
     assert tokens.n_tokens == n
     seen = (cell_pos <= pos[:, None]) & (cell_seq == seq[:, None]) & (cell_pos >= 0)
@@ -41,7 +41,7 @@ def test_inputs():
     assert cache.take(tokens, 10) == 2
     ids, pos, out_ids, rows = (np.full(5, 99, np.int32) for _ in range(4))
     cells = np.full(5, 99)
-    where = np.array([256, *(a.ctypes.data for a in (ids, pos, cells, out_ids, rows)), 0])
+    where = np.array([256, *(a.ctypes.data for a in (ids, pos, cells, out_ids, rows)), *[0] * 6])
     inputs.fill(where.ctypes.data, tokens.address, cache.address)
     assert ids.tolist() == rows.tolist() == [0, 1, 2, 3, 99] and pos.tolist() == [5, 6, 7, 8, 99]
     assert cells.tolist() == [1, 2, 3, 4, 99] and out_ids.tolist() == [1, 3, 99, 99, 99]

@@ -6,11 +6,13 @@ A row of an embedding has a few hundred bytes. Read through a mapping it brings 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Iterable
 
-__all__ = ["FileRows"]
+__all__ = ["FileRows", "pread_address"]
 
 
 class FileRows:
@@ -21,14 +23,17 @@ class FileRows:
         offset: of the first row.
         row_nbytes: bytes of a row.
 
+    Attributes:
+        file: the descriptor.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str, offset: int, row_nbytes: int) -> None:
         self.path, self.offset, self.row_nbytes = path, offset, row_nbytes
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        weakref.finalize(self, os.close, self._fd)
+        self.file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self.file)
 
     def read(self, ids: Iterable[int], out: Iterable[memoryview]) -> None:
         """Read rows.
@@ -41,17 +46,19 @@ class FileRows:
             OSError: the file cannot be read, or has become shorter.
         """
         for row, id in zip(out, ids, strict=True):
-            n = _read_at(self._fd, (row,), self.offset + id * self.row_nbytes)
-            if n != self.row_nbytes:
-                raise OSError(f"{self.path}: row {id} must have {self.row_nbytes} bytes, got {n}")
+            data = self._at(self.offset + id * self.row_nbytes)
+            if len(data) != self.row_nbytes:
+                raise OSError(f"{self.path}: row {id} must have {self.row_nbytes} bytes, got {len(data)}")
+            row[:] = data
+
+    def _at(self, offset: int) -> bytes:
+        if hasattr(os, "pread"):  # a forked child shares the file's position
+            return os.pread(self.file, self.row_nbytes, offset)
+        os.lseek(self.file, offset, os.SEEK_SET)
+        return os.read(self.file, self.row_nbytes)
 
 
-def _seek_and_read(fd: int, out: tuple[memoryview], offset: int) -> int:
-    """os.preadv where the system has none. A forked child shares the file's position, so it is the second choice."""
-    os.lseek(fd, offset, os.SEEK_SET)
-    data = os.read(fd, len(out[0]))
-    out[0][: len(data)] = data
-    return len(data)
-
-
-_read_at = getattr(os, "preadv", _seek_and_read)
+@functools.cache
+def pread_address() -> int:
+    """Address of the C library's pread, 0 if the system has none."""
+    return ctypes.cast(ctypes.CDLL(None).pread, ctypes.c_void_p).value or 0 if hasattr(os, "pread") else 0

@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from ggjit import shared_state as shared
 from ggjit.jit import jitted, lazy_module, words
 from ggjit.raw_memory import at
 
 memory: Any = lazy_module("ggjit.ops.lib.memory")
 sort: Any = lazy_module("ggjit.ops.sort")
 
-# Byte offsets of words; the last three are written.
+# Byte offsets of words; the last four are written.
 N_VOCAB, TOP_K, SCRATCH, TEMPERATURE, TOP_P, MIN_P = range(0, 48, 8)
 KEPT, KEYS, TOTAL = range(48, 72, 8)  # how many tokens may be chosen, where their keys lie, what they weigh together
-BLOCK = struct.Struct("=3q3d2qd")
+TICKS = 72  # all the time that was spent here
+BLOCK = struct.Struct("=3q3d2qdq")
 HISTOGRAM_NBYTES, KEY_NBYTES, WEIGHT_NBYTES = (
     8 * 256,
     16,
@@ -62,9 +64,9 @@ def weigh(logits, scratch, keys, weights, n, temperature):  # type: ignore[no-un
     return total
 
 
-@words
-def choose(block, logits, draw):  # type: ignore[no-untyped-def]
-    """Choose a token; its id, or ~id of the best one if its logit is not finite."""
+@jitted
+def chosen(block, logits, draw):  # type: ignore[no-untyped-def]
+    """See `choose`."""
     words, values = at(block), at(logits)
     n, k, scratch = memory.load_i64(words, N_VOCAB), memory.load_i64(words, TOP_K), at(memory.load_i64(words, SCRATCH))
     keys, weights = np.int64(HISTOGRAM_NBYTES), HISTOGRAM_NBYTES + KEY_NBYTES * k
@@ -83,3 +85,12 @@ def choose(block, logits, draw):  # type: ignore[no-untyped-def]
     memory.store_i64(words, KEYS, keys)
     memory.store_f64(words, TOTAL, total)
     return id_at(scratch, keys, i)
+
+
+@words
+def choose(block, logits, draw):  # type: ignore[no-untyped-def]
+    """Choose a token; its id, or ~id of the best one if its logit is not finite."""
+    start = shared.ticks()
+    id = chosen(block, logits, draw)
+    shared.store(block + TICKS, shared.load(block + TICKS) + shared.ticks() - start)
+    return id

@@ -7,8 +7,7 @@ outputs.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -98,14 +97,16 @@ class DecodeGraph:
     def _bind(self) -> None:
         """Note where inputs and result lie."""
         known = {*self.graph.leafs}
-        numbers = None
+        numbers, of_rows = None, (0, 0, 0, 0, 0)
         if self._rows is not None:
-            rows, numbers, _ = self._rows
-            self._row_bytes = [memoryview(row) for row in rows.bytes().reshape(self.n_tokens, -1)]
+            from ggjit.gguf.rows import pread_address
+
+            rows, numbers, source = self._rows
+            of_rows = pread_address(), source.file, rows.data, source.row_nbytes, source.offset
         wanted = [self.tokens, self.pos, self.cells, self.out_ids, numbers]
         masks = [(t.data, window) for window, t in [(0, self.mask), *self._windows.items()] if t in known]
         places = [0 if t is None or t not in known else t.data for t in wanted]
-        self._inputs = np.array([self.n_kv, *places, len(masks), *(x for m in masks for x in m)], np.int64)
+        self._inputs = np.array([self.n_kv, *places, *of_rows, len(masks), *(x for m in masks for x in m)], np.int64)
         self._inputs_address = self._inputs.ctypes.data
         self._result = self._last = None
         if self.logits is not None and self.logits.buffer is not None and self.logits.buffer.type.is_host:
@@ -176,9 +177,9 @@ class DecodeGraph:
         """Fill the inputs for a batch that has its cells, and compute; False if the callback stopped it."""
         if self._scheduled is not None and self._scheduled.place():
             self._bind()
-        if self._rows is not None:
-            self._rows[2].read(batch.tokens.tolist(), self._row_bytes)
-        inputs.fill.c_function(self._inputs_address, batch.address, self.cache.address)
+        if inputs.fill.c_function(self._inputs_address, batch.address, self.cache.address) and self._rows is not None:
+            rows, _, source = self._rows
+            source.read(batch.tokens.tolist(), map(memoryview, rows.bytes().reshape(self.n_tokens, -1)))
         return (self._scheduled or self.executable).run(callback)
 
     def result(self) -> NDArray[np.float32]:
@@ -243,7 +244,8 @@ class DecodeContext:
         self.allocator = (_UnbackedAllocator if model.no_alloc else _Allocator)(host_buffer_type())
         self.scratch, self._scratch_nbytes = Scratch(), 0
         self.reserved: dict[str, tuple[int, int]] = {}
-        self._graphs: OrderedDict[tuple[int, int, int], DecodeGraph] = OrderedDict()
+        self._graphs: dict[tuple[int, int, int], DecodeGraph] = {}  # in the order of use
+        self._latest = (0, 0, 0)
         self.scheduler = None
         if not model.placement.is_cpu_only:
             from ggjit.llm.scheduled import new_scheduler
@@ -332,65 +334,45 @@ class DecodeContext:
 
     def graph(self, n_tokens: int, n_kv: int, n_outputs: int) -> DecodeGraph:
         """The graph of a shape, built at its first use."""
-        key = (n_tokens, n_kv, n_outputs)
-        found = self._graphs.get(key)
-        if found is None:
-            found = self._graphs[key] = DecodeGraph(self, *key).prepare(self)
+        key = n_tokens, n_kv, n_outputs
+        if key != self._latest:
+            found = self._graphs.pop(key, None)
+            self._graphs[key] = found or DecodeGraph(self, *key).prepare(self)  # the last that will be dropped
+            self._latest = key
             while len(self._graphs) > MAX_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        return found
+                del self._graphs[next(iter(self._graphs))]
+        return self._graphs[key]
 
-    def decode(self, batch: Batch, callback: Callable[[Tensor], bool] | None = None) -> NDArray[np.float32]:
+    def decode(
+        self, batch: Batch, callback: Callable[[Tensor], bool] | None = None, copy: bool = True
+    ) -> NDArray[np.float32]:
         """Compute a batch; its keys and values stay in the cache.
 
         Args:
             batch: tokens.
             callback: see `Executable.run`. If it stops the run, the cells of the ubatch are free again and no more
                 logits are computed.
+            copy: False gives the logits of the last token alone, which must have some, where they lie: the next call
+                overwrites them.
 
         Returns:
-            Logits of the tokens with `output` set, f32 [n, n_vocab].
+            Logits of the tokens with `output` set, f32 [n, n_vocab]; f32 [n_vocab] without a copy.
 
         Raises:
             ValueError: a token id is out of range, or the cache is too full; nothing is computed then.
         """
-        results = np.empty((np.count_nonzero(batch.output), self.model.n_vocab), np.float32)
-        at = 0
-        for graph in self._compute(batch, callback):
-            if graph.n_outputs:
-                results[at : at + graph.n_outputs] = graph.result()
-                at += graph.n_outputs
-        return results[:at]
-
-    def decode_last(self, batch: Batch) -> NDArray[np.float32]:
-        """Compute a batch of which the last token, and no other, gives logits.
-
-        Args:
-            batch: at least one token.
-
-        Returns:
-            Its logits, f32 [n_vocab]: where they lie, if that is the host's memory; the next call overwrites them.
-
-        Raises:
-            ValueError: see `decode`.
-        """
-        *_, graph = self._compute(batch, None)
-        return graph.last_result()
-
-    def _compute(self, batch: Batch, callback: Callable[[Tensor], bool] | None) -> Iterator[DecodeGraph]:
-        """Compute ubatch after ubatch, until the callback stops one; gives the graph of each."""
-        cache, n_vocab = self.cache, self.model.n_vocab
+        cache, n_vocab, at = self.cache, self.model.n_vocab, 0
         if batch.n_tokens > self.n_ctx - cache.n_used:
             raise ValueError(
                 f"decode: tokens must fit the context of {self.n_ctx}, got {batch.n_tokens} with {cache.n_used} in use"
             )
+        if copy:
+            results = np.empty((np.count_nonzero(batch.output), n_vocab), np.float32)
         ubatches = batch.ubatches(self.n_ubatch)
         if len(ubatches) > 1:
             batch.check(n_vocab)  # all of them, before the first is computed
         for u in ubatches:
-            n_outputs = cache.take(u, n_vocab)
-            done = False
+            n_outputs, done = cache.take(u, n_vocab), False
             try:
                 graph = self.graph(u.n_tokens, cache.n_seen, n_outputs)
                 done = graph.run(u, callback)
@@ -398,8 +380,11 @@ class DecodeContext:
                 if not done:
                     cache.give_back(u)
             if not done:
-                return
-            yield graph
+                break
+            if copy and n_outputs:
+                results[at : at + n_outputs] = graph.result()
+                at += n_outputs
+        return results[:at] if copy else graph.last_result()
 
     def close(self) -> None:
         """Drop graphs and cache; computing is an error from here on."""

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from ggjit import shared_state as shared
 from ggjit.jit import jitted, lazy_module, words
 from ggjit.llm.masks import fill_mask
-from ggjit.raw_memory import at
+from ggjit.raw_memory import at, call_system
 
 memory: Any = lazy_module("ggjit.ops.lib.memory")
 
 # Byte offsets of words; names of arrays stand for their addresses.
 N_TOKENS, TOKENS, POS, SEQ, OUTPUT = range(0, 40, 8)  # of a batch
-N_CELLS, CELL_POS, CELL_SEQ, CELLS = range(0, 32, 8)  # of a cache
-N_KV, TO_TOKENS, TO_POS, TO_CELLS, TO_OUT_IDS, TO_ROW_IDS, N_MASKS, MASKS = range(0, 64, 8)  # of a graph's inputs
+N_CELLS, CELL_POS, CELL_SEQ, CELLS, TICKS = range(0, 40, 8)  # of a cache; the last is all the time spent here
+N_KV, TO_TOKENS, TO_POS, TO_CELLS, TO_OUT_IDS, TO_ROW_IDS = range(0, 48, 8)  # of a graph's inputs
+PREAD, FILE, TO_ROWS, ROW_NBYTES, FIRST_ROW, N_MASKS, MASKS = range(48, 104, 8)
 NONE_FREE, BAD_ID, BAD_POS, BAD_SEQ = -1, -2, -3, -4
 
 
@@ -67,12 +71,9 @@ def find(cache, n, start):  # type: ignore[no-untyped-def]
     return list_free(cache, n, start)
 
 
-@words
-def take(cache, batch, n_vocab, start):  # type: ignore[no-untyped-def]
-    """Give the tokens of a batch the first free cells from `start` on.
-
-    Returns what is wrong, and nothing is taken; or (the last cell + 1) << 32 | tokens whose logits are wanted.
-    """
+@jitted
+def taken(cache, batch, n_vocab, start):  # type: ignore[no-untyped-def]
+    """See `take`."""
     wrong, n = fault(batch, n_vocab), word(batch, N_TOKENS)
     if wrong != 0:
         return wrong
@@ -90,9 +91,9 @@ def take(cache, batch, n_vocab, start):  # type: ignore[no-untyped-def]
     return end << 32 | n_outputs
 
 
-@words
-def fill(inputs, batch, cache):  # type: ignore[no-untyped-def]
-    """Write the inputs of a graph for a batch that has its cells; those without an address are not in the graph."""
+@jitted
+def filled(inputs, batch, cache):  # type: ignore[no-untyped-def]
+    """See `fill`."""
     n, n_kv = word(batch, N_TOKENS), word(inputs, N_KV)
     tokens, pos, cells, output = (
         at(word(batch, TOKENS)),
@@ -100,7 +101,7 @@ def fill(inputs, batch, cache):  # type: ignore[no-untyped-def]
         at(word(cache, CELLS)),
         at(word(batch, OUTPUT)),
     )
-    n_outputs = 0
+    n_outputs, failed = 0, False
     for i in range(n):
         if word(inputs, TO_TOKENS) != 0:
             memory.store_i32(at(word(inputs, TO_TOKENS)), 4 * i, memory.load_i32(tokens, 4 * i))
@@ -113,8 +114,37 @@ def fill(inputs, batch, cache):  # type: ignore[no-untyped-def]
         if word(inputs, TO_OUT_IDS) != 0 and memory.load_u8(output, i) != 0:
             memory.store_i32(at(word(inputs, TO_OUT_IDS)), 4 * n_outputs, i)
             n_outputs += 1
+        if word(inputs, TO_ROWS) != 0 and not failed:
+            row, id = word(inputs, ROW_NBYTES), np.int64(memory.load_i32(tokens, 4 * i))
+            place, offset = word(inputs, TO_ROWS) + row * i, word(inputs, FIRST_ROW) + row * id
+            pread = word(inputs, PREAD)
+            failed = pread == 0 or call_system(pread, word(inputs, FILE), place, row, offset) != row
     for i in range(word(inputs, N_MASKS)):
         mask, window = word(inputs, MASKS + 16 * i), word(inputs, MASKS + 16 * i + 8)
         of_cells, of_tokens = (word(cache, CELL_POS), word(cache, CELL_SEQ)), (word(batch, POS), word(batch, SEQ))
         fill_mask(mask, n_kv, n, of_cells[0], of_cells[1], of_tokens[0], of_tokens[1], window)
-    return 0
+    return int(failed)
+
+
+@words
+def take(cache, batch, n_vocab, start):  # type: ignore[no-untyped-def]
+    """Give the tokens of a batch the first free cells from `start` on.
+
+    Returns what is wrong, and nothing is taken; or (the last cell + 1) << 32 | tokens whose logits are wanted.
+    """
+    begin = shared.ticks()
+    found = taken(cache, batch, n_vocab, start)
+    shared.store(cache + TICKS, shared.load(cache + TICKS) + shared.ticks() - begin)
+    return found
+
+
+@words
+def fill(inputs, batch, cache):  # type: ignore[no-untyped-def]
+    """Write the inputs of a graph for a batch that has its cells; those without an address are not in the graph.
+
+    Rows of a file are read by the C library's pread. Returns 1 if that cannot be, else 0.
+    """
+    begin = shared.ticks()
+    failed = filled(inputs, batch, cache)
+    shared.store(cache + TICKS, shared.load(cache + TICKS) + shared.ticks() - begin)
+    return failed

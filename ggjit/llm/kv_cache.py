@@ -76,7 +76,7 @@ class KVCache:
         self.seq = np.full(n_cells, -1, np.int32)
         self._taken = np.zeros(n_cells, np.int64)
         lists = [a.ctypes.data for a in (self.pos, self.seq, self._taken)]
-        self._words = np.array([n_cells, *lists], np.int64)
+        self._words = np.array([n_cells, *lists, 0], np.int64)
         self.address = self._words.ctypes.data
         self.n_used = self._end = 0
         self.n_seen = self.window()
@@ -103,6 +103,11 @@ class KVCache:
         while n < last:
             n *= 2
         return min(n, self.n_cells)
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of the CPU's time counter that compiled code has taken so far, for cells and for inputs."""
+        return int(self._words[-1])
 
     def take(self, batch: Batch, n_vocab: int) -> int:
         """Let the tokens of a batch have the first free cells.

@@ -306,10 +306,10 @@ class LLM:
         return self._turn
 
     def _append(self, ids: Sequence[int], batch: Batch | None = None) -> NDArray[np.float32]:
-        """Decode more tokens of the sequence (`batch` of them); the logits of the last, see `decode_last`."""
+        """Decode more tokens of the sequence (`batch` of them); the logits of the last, see `DecodeContext.decode`."""
         first = len(self._ids)
         try:
-            logits = self.context.decode_last(batch or Batch.of(ids, first))
+            logits = self.context.decode(batch or Batch.of(ids, first), copy=False)
         except BaseException:
             self.context.cache.remove(0, first)
             raise

@@ -32,6 +32,7 @@ from ggjit.llm.placement import Placement
 from ggjit.pages import lock_memory
 from ggjit.progress import ByteBar
 from ggjit.tensor import Tensor, new_tensor
+from ggjit.types import ACTIVATIONS
 
 
 @dataclass
@@ -133,6 +134,9 @@ class Loader:
             path = self.file.mappings[info.file].path
             raise GgufError(path, info.info_offset, f"tensor {name!r} must have ne {list(full)}, got {list(info.ne)}")
         self.file.data(name)  # its type is a known one
+        if info.type is not None and info.type.name in ACTIVATIONS:
+            text = f"tensor {name!r} must have a type of weights, got {info.type.name}, a form of activations"
+            raise GgufError(self.file.mappings[info.file].path, info.info_offset, text)
         self._used.add(name)
         return info
 

@@ -91,7 +91,7 @@ def weight_type(name: str) -> Type:
         ValueError: it is none.
     """
     found = types.by_name(name)
-    if found.name in ("Q8_1", "Q8_K") or (not found.is_quantized and found.name not in ("F32", "F16", "BF16")):
+    if found.name in types.ACTIVATIONS or (not found.is_quantized and found.name not in ("F32", "F16", "BF16")):
         raise ValueError(f"quantize: type must be one that weights can have, got {name}")
     return found
 

@@ -6,6 +6,7 @@ The order is llama.cpp's: top-k, then top-p, then min-p on the probabilities of 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -60,6 +61,7 @@ class Sampler:
         self._lock = threading.Lock()
         self._seen: NDArray[np.float32] | None = None  # logits whose address is known: models give the same array again
         self._address = self._n_vocab = 0
+        self._function: Callable[[int, int, int], int] = choice.choose
 
     def _look_at(self, logits: NDArray[np.float32]) -> None:
         """Note where logits lie, and make room for as many."""
@@ -71,15 +73,16 @@ class Sampler:
             k = self._top_k if 0 < self._top_k < n else n
             self._scratch = np.empty(choice.HISTOGRAM_NBYTES + (choice.KEY_NBYTES + choice.WEIGHT_NBYTES) * k, np.uint8)
             self._block = np.zeros(choice.BLOCK.size, np.uint8)
-            choice.BLOCK.pack_into(self._block, 0, n, k, self._scratch.ctypes.data, *self._shares, 0, 0, 0.0)
+            choice.BLOCK.pack_into(self._block, 0, n, k, self._scratch.ctypes.data, *self._shares, 0, 0, 0.0, 0)
             self._block_address = self._block.ctypes.data
+            self._function = choice.choose.c_function
         self._seen, self._address = logits, logits.ctypes.data
 
     def probabilities(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The tokens that may be chosen, best first, and their probabilities."""
         with self._lock:
             self._choose(logits, 0)
-            _, k, _, _, _, _, n, keys, total = choice.BLOCK.unpack(self._block)
+            _, k, _, _, _, _, n, keys, total, _ = choice.BLOCK.unpack(self._block)
             weights = choice.HISTOGRAM_NBYTES + choice.KEY_NBYTES * k
             ids = self._scratch[keys : keys + 8 * n].view(np.int64) & 0x7FFFFFFF
             return ids, self._scratch[weights : weights + 8 * n].view(np.float64) / total
@@ -94,17 +97,20 @@ class Sampler:
             ValueError: the logits hold no finite value.
         """
         with self._lock:
-            draw = 0
-            if self._is_random:
-                if not self._draws:
-                    self._draws = (self._rng.random(_AHEAD)[::-1] * choice.DRAWS).astype(np.int64).tolist()
-                draw = self._draws.pop()
-            return self._choose(logits, draw)
+            if not self._draws:
+                draws = self._rng.random(_AHEAD)[::-1] * choice.DRAWS if self._is_random else np.zeros(_AHEAD)
+                self._draws = draws.astype(np.int64).tolist()
+            return self._choose(logits, self._draws.pop())
 
     def _choose(self, logits: NDArray[np.float32], draw: int) -> int:
         if logits is not self._seen:
             self._look_at(logits)
-        id: int = choice.choose.c_function(self._block_address, self._address, draw)
+        id = self._function(self._block_address, self._address, draw)
         if id < 0:
             raise ValueError(f"Sampler: logits must be finite, got {logits[~id]} for token {~id}")
         return id
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of the CPU's time counter that compiled code has taken so far."""
+        return int(choice.BLOCK.unpack(self._block)[-1]) if self._n_vocab else 0

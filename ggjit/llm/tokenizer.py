@@ -10,9 +10,9 @@ Source: llama.cpp's llama_tokenize, llama_detokenize and llama_token_to_piece.
 
 from __future__ import annotations
 
-import codecs
 import re
-from collections.abc import Callable, Iterable, Sequence
+from codecs import utf_8_decode
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ggjit.gguf import GgufFile
@@ -178,6 +178,10 @@ class Tokenizer:
             piece = self._pieces[special][id] = self._new_piece(id, special)
         return piece
 
+    def known_pieces(self, special: bool) -> Mapping[int, bytes]:
+        """Pieces that have been asked for already."""
+        return self._pieces[special]
+
     def _new_piece(self, id: int, special: bool) -> bytes:
         attr = int(self.vocab.attr[self._check(id)])
         if not special and attr & (UNKNOWN | CONTROL):
@@ -283,19 +287,20 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
-        self._tokenizer, self._special = tokenizer, special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decode = self._decoder.decode
+        self._tokenizer, self._special, self._held = tokenizer, special, b""
+        self._known = tokenizer.known_pieces(special)
 
     def push(self, ids: int | Sequence[int]) -> str:
         """The text that is whole once these tokens are added; it may be empty."""
-        if type(ids) is int:
-            return self._decode(self._tokenizer.piece(ids, self._special))
-        every = (ids,) if isinstance(ids, int) else ids
-        return self._decode(b"".join(self._tokenizer.piece(int(id), self._special) for id in every))
+        held = self._held
+        for id in (ids,) if isinstance(ids, int) else ids:
+            piece = self._known.get(id)
+            held += self._tokenizer.piece(int(id), self._special) if piece is None else piece
+        text, n = utf_8_decode(held, "replace", False)
+        self._held = held[n:]
+        return text
 
     def flush(self) -> str:
         """What was held back; a character that never became whole is U+FFFD. The decoder starts anew."""
-        text = self._decoder.decode(b"", True)
-        self._decoder.reset()
+        text, self._held = self._held.decode("utf-8", "replace"), b""
         return text
