@@ -165,6 +165,7 @@ _BLOCK = (
     ("IQ2_S", 22, 256, 82), ("IQ4_XS", 23, 256, 136), ("IQ1_M", 29, 256, 56), ("TQ1_0", 34, 256, 54),
     ("TQ2_0", 35, 256, 66), ("MXFP4", 39, 32, 17), ("NVFP4", 40, 64, 36), ("Q1_0", 41, 128, 18), ("Q2_0", 42, 64, 18),
 )  # fmt: skip
+ACTIVATIONS = ("Q8_1", "Q8_K")  # forms of activations in ggml's products: no weights, and in no file
 for _name, _id, _dtype in _PLAIN:
     register(Type(_name, _id, 1, np.dtype(_dtype).itemsize, _dtype))
 for _name, _id, _blck, _size in _BLOCK:
