@@ -9,7 +9,8 @@ after each kernel and after each wait for the other threads, some 10 ns a step. 
 
     kernels     time of thread 0 in them
     barriers    its waits for the other threads: work that is not split evenly, and the barriers themselves
-    Python      all else: what decides, fills inputs, hands the program out, copies results and samples
+    Python      all else: what decides, fills inputs, hands the program out, copies results and samples; of a token
+                `python_us` tells how much of it is Python, without the compiled code that does such things for it
 
 A kernel's share is the least time that the limits allow over its time: bytes of weights and of the KV cache (and of
 what is larger than the last-level cache) at the rate of plain reads, or its operations at the peak. Bytes are those of
@@ -103,7 +104,7 @@ class Profile:
         wall: seconds of a step.
         lines: one for each kernel, op and type; the longest first.
         barriers: seconds of thread 0 at barriers.
-        python: seconds of Python.
+        python: seconds of Python, and of compiled code beside the program.
         limits: of the same run.
         plain: median seconds of steps that were not recorded, in turns with those that were.
         recorded: median seconds of the recorded ones.
@@ -369,19 +370,24 @@ class _Recorder:
         self.walls[on].append(wall)
 
     def generate(self, ids: list[int], n: int, sampler: Sampler, on: bool) -> list[float]:
-        """Generate n tokens behind a prompt; returns each step's seconds outside of compiled code."""
+        """Generate n tokens behind a prompt; returns each step's seconds outside of compiled code.
+
+        Cells, inputs and the choice of a token are compiled code too, beside the program.
+        """
         self.llm.decode_from_empty([ids[:1]])  # nothing of the prompt is there from the time before but its first token
         tokens = self.llm.raw_tokens(ids, n + 1, sampler)
         next(tokens)
         outside = []
         for i in range(n):
             graph = self.graph(1, 1, on)
+            beside = self.llm.context.cache.ticks + sampler.ticks
             start = time.perf_counter()
             next(tokens)
             wall = time.perf_counter() - start
             self.walls[on].append(wall)
             if on:
-                outside.append(wall - graph.take())
+                beside = self.llm.context.cache.ticks + sampler.ticks - beside
+                outside.append(wall - graph.take() - beside * ns_per_tick() / 1e9)
                 if i % LOOK == 0 or i + 1 == n:  # not always: waiting threads go to sleep after half a millisecond
                     graph.look()
         return outside
@@ -466,27 +472,40 @@ def _python(found: Profile, recorder: _Recorder, prompt: list[int], n: int, gree
     top_k = recorder.generate(prompt, n, Sampler(seed=0), True)
     for how, sampler, outside in (("greedy", Sampler(temperature=0), greedy), ("top-k", Sampler(seed=0), top_k)):
         found.python_us[how] = 1e6 * statistics.median(outside)
+        cache, compiled = recorder.llm.context.cache, 0.0
         recorder.llm.decode_from_empty([prompt[:1]])
         tokens = recorder.llm.raw_tokens(prompt, n + 1, sampler)
         next(tokens)
-        profiler = cProfile.Profile()
-        profiler.enable()
+        profiler, beside = cProfile.Profile(), (cache.ticks, sampler.ticks)
         for _ in range(n):
+            graph = recorder.graph(1, 1, True)
+            profiler.enable()
             next(tokens)
-        profiler.disable()
-        found.python_parts[how] = _parts(profiler, found.python_us[how])
+            profiler.disable()
+            compiled += graph.take()
+        inside = {"threadpool.execute": compiled}
+        for name, ticks in (("context.run", cache.ticks - beside[0]), ("sampling._choose", sampler.ticks - beside[1])):
+            inside[name] = ticks * ns_per_tick() / 1e9
+        found.python_parts[how] = _parts(profiler, inside, found.python_us[how])
 
 
-def _parts(profiler: Any, total: float) -> list[tuple[str, float]]:
-    """The functions that most of the time is spent in, scaled to a total; calls of compiled programs left out."""
+def _parts(profiler: Any, inside: dict[str, float], total: float) -> list[tuple[str, float]]:
+    """The functions that most of the time is spent in, scaled to a total.
+
+    Args:
+        profiler: of all steps.
+        inside: seconds in compiled code by the function that calls it; they are left out.
+        total: microseconds of a step.
+    """
     import pstats
 
     times: dict[str, float] = {}
     for (file, _, name), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
         where = "" if file == "~" else f"{Path(file).stem}."
-        if (where, name) != ("jit.", "__call__"):
-            name = name.strip("<>").removeprefix("built-in method ").removeprefix("method ")
-            times[where + name] = times.get(where + name, 0.0) + own
+        name = where + name.strip("<>").removeprefix("built-in method ").removeprefix("method ")
+        times[name] = times.get(name, 0.0) + own
+    for name, seconds in inside.items():
+        times[name] = max(0.0, times.get(name, 0.0) - seconds)
     scale = total / max(sum(times.values()), 1e-12)
     best = sorted(times.items(), key=lambda item: -item[1])[:PARTS]
     rest = sum(times.values()) - sum(own for _, own in best)
