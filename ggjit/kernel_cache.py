@@ -47,19 +47,16 @@ def file_hash(path: str) -> str:
 
 
 @functools.cache
-def _ops_module(name: str) -> Path | None:
+def _ops_module(name: str) -> str | None:
     """Source file of a module of ggjit.ops; None if there is no such module."""
-    base = _PACKAGE / "ops" / Path(*name.split(".")[2:])
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
+    base = os.path.join(_PACKAGE, "ops", *name.split(".")[2:])
+    return next((path for path in (f"{base}.py", os.path.join(base, "__init__.py")) if os.path.isfile(path)), None)
 
 
 @functools.cache
-def _mentions(path: Path) -> frozenset[str]:
+def _mentions(path: str) -> frozenset[str]:
     """Modules of ggjit.ops that a source file names: in imports, and as text (lazy_module("ggjit.ops.lib.vec"))."""
-    text, found = path.read_text(encoding="utf-8"), set()
+    text, found = Path(path).read_text(encoding="utf-8"), set()
     for base, names in _FROM_OPS.findall(text):
         found |= {f"{base}.{name.split()[0]}" for name in names.strip("()").split(",") if name.strip()}
     modules = set()
@@ -80,7 +77,7 @@ def _lib_hash(name: str) -> str:
         path = _ops_module(module)
         if path is not None:
             pending |= _mentions(path) - seen
-    files = [(module, file_hash(str(path))) for module in sorted(seen) if (path := _ops_module(module)) is not None]
+    files = [(module, file_hash(path)) for module in sorted(seen) if (path := _ops_module(module)) is not None]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 

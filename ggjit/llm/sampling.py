@@ -55,8 +55,8 @@ class Sampler:
             raise ValueError(f"Sampler: seed must not be negative, got {seed}")
         self._top_k = 1 if temperature == 0.0 else int(top_k)
         self._shares = float(temperature or 1.0), float(top_p), float(min_p)
-        self._is_random = self._top_k != 1
-        self._rng = np.random.default_rng(seed)
+        # The best token needs no random numbers, and their module takes milliseconds to import.
+        self._rng = None if self._top_k == 1 else np.random.default_rng(seed)
         self._draws: list[int] = []
         self._lock = threading.Lock()
         self._seen: NDArray[np.float32] | None = None  # logits whose address is known: models give the same array again
@@ -98,7 +98,7 @@ class Sampler:
         """
         with self._lock:
             if not self._draws:
-                draws = self._rng.random(_AHEAD)[::-1] * choice.DRAWS if self._is_random else np.zeros(_AHEAD)
+                draws = np.zeros(_AHEAD) if self._rng is None else self._rng.random(_AHEAD)[::-1] * choice.DRAWS
                 self._draws = draws.astype(np.int64).tolist()
             return self._choose(logits, self._draws.pop())
 
