@@ -105,4 +105,4 @@ def __dir__() -> list[str]:
     import importlib
 
     ops, types = (importlib.import_module(f"ggjit.{name}") for name in ("ops", "types"))
-    return sorted({*__all__, *ops.__all__, *types.all_names()})
+    return sorted({*__all__, *ops.__all__, *types.all_names(), "show"})

@@ -16,6 +16,7 @@ import numpy as np
 
 from ggjit import context as _context
 from ggjit.context import GRAPH, OBJECT_SIZE
+from ggjit.counts import counted
 from ggjit.op import NONE
 from ggjit.tensor import FLAG_COMPUTE, FLAG_PARAM, Tensor
 
@@ -227,7 +228,7 @@ class Graph:
 
     def __repr__(self) -> str:
         grads = f", {len(self.grads)} gradients" if self.has_grads else ""
-        return f"Graph({self.n_nodes} nodes, {self.n_leafs} leafs{grads}, size {self.size})"
+        return f"Graph({counted(self.n_nodes, 'node')}, {counted(self.n_leafs, 'leaf')}{grads}, size {self.size})"
 
     def _repr_html_(self) -> str:
         from ggjit.show.html import graph_table
@@ -236,7 +237,7 @@ class Graph:
 
     def print(self) -> None:
         """Print nodes and leafs, a line each."""
-        print(f"graph: {self.n_nodes} nodes, {self.n_leafs} leafs")
+        print(f"graph: {counted(self.n_nodes, 'node')}, {counted(self.n_leafs, 'leaf')}")
         for kind, tensors in (("node", self.nodes), ("leaf", self.leafs)):
             for i, t in enumerate(tensors):
                 what = f"{t.op.name:>16} {t.type.name:>6} {list(t.ne)!s:>26}"

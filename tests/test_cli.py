@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -218,3 +219,38 @@ def test_outputs_are_checked_before_the_work(words, text, capsys, monkeypatch):
     monkeypatch.setattr("ggjit.llm.LLM.__init__", lambda *args, **options: pytest.fail("the model was loaded"))
     assert cli.main(words) == 1
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "words"), [("run", ["-p", "a", "-n", "1"]), ("perplexity", ["-f", "-"])])
+def test_contexts_beyond_the_training_are_told(command, words, capsys, monkeypatch):
+    class Model:
+        hparams = types.SimpleNamespace(n_ctx_train=64)
+
+    class Loaded:
+        model, n_ctx = Model(), 128
+
+        def __init__(self, *args, **options):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            pass
+
+        def tokenize(self, text):
+            raise ValueError("far enough")
+
+    monkeypatch.setattr("ggjit.llm.LLM", Loaded)
+    monkeypatch.setattr("ggjit.llm.perplexity.perplexity", lambda llm, *args: llm.tokenize(""))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("text"))
+    assert cli.main([command, MODEL, "-c", "128", *words]) == 1
+    error = capsys.readouterr().err
+    assert "warning: the model was trained for contexts of 64 tokens, got 128" in error and "far enough" in error
+
+
+def test_pictures_without_matplotlib_name_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    assert cli.main(["profile", MODEL, "--plot", "a.png"]) == 1
+    assert "profile needs the package matplotlib" in capsys.readouterr().err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf_bytes import ARRAY, SCALARS, STRING, entry, tensor
 from gguf_bytes import gguf as gguf_bytes
 
+import ggjit as gg
 from ggjit import types
 from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile, GgufWriter, ValueType
@@ -269,3 +271,27 @@ def test_described_types(path):
         path.write_bytes(gguf_bytes([entry("ggjit.type.1000", kind, text)], [tensor("a", (64,), 1000, 0)], bytes(64)))
         with pytest.raises(GgufError, match=r"ggjit\.type\.1000 must"):
             GgufFile(path)
+
+
+@pytest.mark.parametrize(("name", "n"), [("Q8_1", 32), ("Q8_K", 256)])
+def test_forms_of_activations_are_in_no_file(tmp_path, path, name, n):
+    """They are refused when they are written, and by a model whose file has them."""
+    writer = GgufWriter(path)
+    with pytest.raises(ValueError, match=f"type of 'w': it must be one of weights, got {name}, a form of activations"):
+        writer.add_tensor("w", np.zeros((2, n), np.float32), name)
+    model = Path(__file__).parent / "data" / "models" / "llama-q.Q4_1.gguf"
+    block, copy, wrong = types.by_name(name), tmp_path / "model.gguf", "blk.0.ffn_down.weight"
+    with GgufFile(model) as file, GgufWriter(copy) as out:
+        out.copy(file.kv)
+        for tensor_name, info in file.tensors.items():
+            ne = info.ne[: info.n_dims]
+            kind = "F32" if tensor_name == wrong else info.type
+            data = np.zeros(ne[::-1], np.float32) if tensor_name == wrong else bytes(file.data(tensor_name))
+            out.add_tensor(tensor_name, data, kind, None if tensor_name == wrong else ne)
+    written = bytearray(copy.read_bytes())
+    at = written.index(wrong.encode()) + len(wrong) + 4 + 8 * 2  # name, number of dimensions, sizes, type
+    assert written[at : at + 4] == bytes(4)
+    written[at] = block.id
+    copy.write_bytes(written)
+    with pytest.raises(GgufError, match=f"tensor '{wrong}' must have a type of weights, got {name}"):
+        gg.LLM(copy, progress=False)

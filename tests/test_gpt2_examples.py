@@ -416,3 +416,12 @@ def test_another_architecture_is_refused(capsys) -> None:
     other = Path(__file__).parent / "data" / "models" / "llama-f16.gguf"
     assert main_ctx.run(["-m", str(other), "-p", TEXT]) == 1
     assert "main_ctx: error: gpt2: the architecture must be gpt2, got 'llama'" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line(capsys, path: Path, monkeypatch) -> None:
+    def missing(*args, **options):
+        raise ModuleNotFoundError("no tokenizers", name="tokenizers")
+
+    monkeypatch.setattr("ggjit.examples.gpt2.command.ModelFile", missing)
+    assert main_ctx.run(["-m", str(path), "-p", "a"]) == 1
+    assert "needs the package tokenizers: pip install 'ggjit[llm]'" in capsys.readouterr().err

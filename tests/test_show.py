@@ -83,3 +83,11 @@ def test_s74_plan_picture() -> None:
 def test_nothing_is_imported_at_start() -> None:
     code = "import sys, ggjit; assert not [m for m in sys.modules if m.startswith(('ggjit.show', 'matplotlib'))]"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_show_is_listed_and_counts_are_in_the_singular():
+    assert "show" in dir(gg)
+    with gg.Context(1 << 20):
+        graph = gg.build(gg.sqr(gg.new_tensor(types.F32, 4)))
+        assert repr(graph).startswith("Graph(1 node, 1 leaf")
+        assert repr(gg.build(gg.sqr(gg.sqr(graph.nodes[0])))).startswith("Graph(3 nodes, 1 leaf")

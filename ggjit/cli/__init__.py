@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-__all__ = ["COMMANDS", "EXTRAS", "at_least", "check_output", "main", "numbers", "read_text"]
+__all__ = ["COMMANDS", "EXTRAS", "at_least", "check_output", "main", "missing_package", "numbers", "read_text"]
 
 COMMANDS = {
     "run": "generate text with a model, or chat with it",
@@ -68,6 +68,12 @@ def numbers(low: int) -> Callable[[str], list[int]]:
     """A type of arguments: whole numbers not below `low`, separated by commas."""
     number = at_least(low)
     return lambda text: [number(word) for word in text.split(",")]
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """What to install where a package of an extra is missing; None if another one is."""
+    extra = EXTRAS.get((error.name or "").partition(".")[0])
+    return None if extra is None else f"needs the package {error.name}: pip install 'ggjit[{extra}]'"
 
 
 def check_output(path: str) -> None:
@@ -170,10 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None or os.environ.get("GGJIT_DEBUG") == "1":
+        hint = missing_package(error)
+        if hint is None or os.environ.get("GGJIT_DEBUG") == "1":
             raise
-        return _fail(f"{words[0]} needs the package {error.name}: pip install 'ggjit[{extra}]'")
+        return _fail(f"{words[0]} {hint}")
     except EXPECTED as error:
         if os.environ.get("GGJIT_DEBUG") == "1":
             raise

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ggjit.cli import at_least, numbers
+from ggjit.counts import counted
 
 if TYPE_CHECKING:
     from ggjit.bench_peers import Result, Row
@@ -91,7 +92,8 @@ def _say(text: str) -> None:
 
 def _print(result: Result) -> None:
     names = list(result.rows[0].samples)
-    print(f"\n{os.path.basename(result.plan.path)}, {result.plan.threads} threads, {result.plan.turns} turns\n")
+    counts = counted(result.plan.threads, "thread"), counted(result.plan.turns, "turn")
+    print(f"\n{os.path.basename(result.plan.path)}, {', '.join(counts)}\n")
     print(f"| test | {' | '.join(names)} | ahead of the better peer | share of the limit | limit of the same run |")
     print("|---" * (len(names) + 4) + "|")
     for row in result.rows:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ggjit.cli import at_least, check_output, read_text
+from ggjit.cli import at_least, check_output, model_options, read_text
+from ggjit.counts import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
     path = pull(args.model, progress=progress)
     with gg.LLM(path, n_ctx=args.ctx, n_threads=args.threads, repack=args.repack, progress=progress) as llm:
+        model_options.warn_of_context(llm)
         found = collect(llm, text, args.ctx, args.chunks, process_output=args.process_output, progress=show)
     write(args.output, found, [args.file])
-    print(f"{args.output}: {len(found.sums)} matrices, {found.n_chunks} chunks of {found.chunk_size} tokens")
+    counts = counted(len(found.sums), "matrix", "matrices"), counted(found.n_chunks, "chunk")
+    print(f"{args.output}: {', '.join(counts)} of {found.chunk_size} tokens")
     return 0

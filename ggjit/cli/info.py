@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ggjit.cli import numbers
+from ggjit.counts import counted
 
 PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
 
@@ -77,7 +78,7 @@ def _mib(nbytes: int) -> str:
 def _print(facts: dict[str, Any]) -> None:
     cpu, threads, cache, models = (facts[key] for key in ("cpu", "threads", "kernel_cache", "models"))
     features = [name.removeprefix("+") for name in cpu["features"] if name.startswith("+")]
-    kept = f"{cache['files']} kernels, {_mib(cache['nbytes'])} of {_mib(cache['limit'])}"
+    kept = f"{counted(cache['files'], 'kernel')}, {_mib(cache['nbytes'])} of {_mib(cache['limit'])}"
     rows = [
         ("ggjit", f"{facts['ggjit']}, Python {facts['python']}, {facts['system']}"),
         ("packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items())),

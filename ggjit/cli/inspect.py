@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ggjit.cli import inspect_memory
+from ggjit.counts import counted
 from ggjit.gguf import GgufFile, StringArray
 
 _SHOWN = 4  # elements of an array
@@ -132,7 +133,7 @@ def _lines(file: GgufFile) -> list[str]:
     rows = [["key", "type", "value"]]
     rows += [[_name(key), _type_name(file, key), _value(value)] for key, value in file.kv.items()]
     lines += table(rows, "lll")
-    lines += ["", f"{len(file.tensors)} tensors"]
+    lines += ["", counted(len(file.tensors), "tensor")]
     rows = [["name", "type", "ne", "offset", "bytes"]]
     for info in file.tensors.values():
         ne = " x ".join(map(str, info.ne[: info.n_dims]))

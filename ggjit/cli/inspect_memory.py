@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ggjit.cli import at_least, model_options
+from ggjit.counts import counted
 
 if TYPE_CHECKING:
     from ggjit.llm.memory import Estimate
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace, path: str) -> int:
 def _lines(path: str, found: Estimate) -> list[str]:
     from ggjit.cli.inspect import table
 
-    lines = [f"{path}: bytes for a context of {found.n_ctx} tokens, at most {found.n_ubatch} computed together", ""]
+    n_ctx = counted(found.n_ctx, "token")
+    lines = [f"{path}: bytes for a context of {n_ctx}, at most {found.n_ubatch} computed together", ""]
     rows = [["device", "weights", "kv", "compute", "scratch", "in all"]]
     for name, m in found.devices.items():
         rows.append([name, *(f"{n:,}" for n in (m.weights, m.kv, m.compute, m.scratch, m.total))])
@@ -49,5 +51,5 @@ def _lines(path: str, found: Estimate) -> list[str]:
     lines += ["", f"used in the mapped file: {found.mapped:,} bytes, of which memory holds what was read last"]
     lines.append("compute: logits of all tokens wanted; on the CPU alone it grows with what is computed")
     for what, (n_nodes, n_splits) in zip(("a prompt", "one token"), found.reserved.values(), strict=True):
-        lines.append(f"graph of {what}: {n_nodes} nodes in {n_splits} split{'s' if n_splits > 1 else ''}")
+        lines.append(f"graph of {what}: {counted(n_nodes, 'node')} in {counted(n_splits, 'split')}")
     return lines

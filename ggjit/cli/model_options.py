@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from ggjit.cli import at_least
 
 if TYPE_CHECKING:
     from ggjit.backend import Device
+    from ggjit.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,17 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "overrides": overrides,
         "mmap": args.mmap,
     }
+
+
+def warn_of_context(llm: LLM) -> None:
+    """Say on stderr that a context is longer than what the model was trained for."""
+    trained = llm.model.hparams.n_ctx_train
+    if llm.n_ctx > trained:
+        print(
+            f"ggjit: warning: the model was trained for contexts of {trained} tokens, got {llm.n_ctx}: what comes "
+            "beyond may make no sense",
+            file=sys.stderr,
+        )
 
 
 def _others() -> list[Device]:

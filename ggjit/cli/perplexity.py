@@ -6,7 +6,8 @@ import argparse
 import sys
 import time
 
-from ggjit.cli import at_least, read_text
+from ggjit.cli import at_least, model_options, read_text
+from ggjit.counts import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.batch, repack=args.repack,
         progress=progress,
     ) as llm:  # fmt: skip
+        model_options.warn_of_context(llm)
         start = time.perf_counter()
         for estimate in perplexity(llm, text, args.ctx, args.chunks):
             print(f"[{estimate.n_chunks}]{estimate.ppl:.4f},", end="", flush=True)
@@ -41,5 +43,6 @@ def run(args: argparse.Namespace) -> int:
         n_threads = llm.context.n_threads
     print(f"\nFinal estimate: PPL = {estimate.ppl:.4f} +/- {estimate.stderr:.5f}")
     rate = estimate.n_chunks * args.ctx / seconds
-    print(f"{estimate.n_chunks} chunks of {args.ctx} tokens, {rate:.1f} t/s ({n_threads} threads)", file=sys.stderr)
+    chunks, threads = counted(estimate.n_chunks, "chunk"), counted(n_threads, "thread")
+    print(f"{chunks} of {args.ctx} tokens, {rate:.1f} t/s ({threads})", file=sys.stderr)
     return 0

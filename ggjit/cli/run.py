@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ggjit.cli import at_least, model_options, read_text
+from ggjit.counts import counted
 
 if TYPE_CHECKING:
     from ggjit.llm import LLM
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.batch, repack=args.repack,
         progress=progress, mlock=args.mlock, **model_options.options(args),
     ) as llm:  # fmt: skip
+        model_options.warn_of_context(llm)
         report = _Report(time.perf_counter() - start)
         if args.chat:
             _chat(llm, args, prompt, report)
@@ -163,11 +165,11 @@ class _Report:
         """Print a summary to stderr."""
         parts = [f"load {self.load:.2f} s", f"compile {self.compile:.2f} s"]
         if self.prefill > 0:
-            parts.append(f"prefill {self.n_prefill} tokens, {self.n_prefill / self.prefill:.1f} t/s")
+            parts.append(f"prefill {counted(self.n_prefill, 'token')}, {self.n_prefill / self.prefill:.1f} t/s")
         if self.decode > 0:
-            parts.append(f"decode {self.n_decode} tokens, {self.n_decode / self.decode:.1f} t/s")
+            parts.append(f"decode {counted(self.n_decode, 'token')}, {self.n_decode / self.decode:.1f} t/s")
         parts.append(f"peak memory {peak_memory() / 2**20:.0f} MiB")
-        print(f"\n{', '.join(parts)} ({llm.context.n_threads} threads)", file=sys.stderr)
+        print(f"\n{', '.join(parts)} ({counted(llm.context.n_threads, 'thread')})", file=sys.stderr)
 
 
 def peak_memory() -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ggjit.counts import counted
 from ggjit.dev.cases import run_case
 from ggjit.dev.gradients import gradient_errors
 from ggjit.op import Op, by_name
@@ -62,7 +63,7 @@ class OpReport:
 
     def __str__(self) -> str:
         width = max(4, *(len(case.name) for case in self.cases))
-        lines = [f"{self.op.name}: {len(self.cases)} cases with {', '.join(map(str, self.threads))} threads"]
+        lines = [f"{self.op.name}: {counted(len(self.cases), 'case')} with {', '.join(map(str, self.threads))} threads"]
         lines.append(f"{'case':{width}}  {'error':>8}  {'limit':>8}  {'gradient':>8}  {'limit':>8}")
         for c in self.cases:
             gradient = (

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.counts import counted
 from ggjit.errors import GgufError
 from ggjit.gguf.mapping import Mapping
 from ggjit.gguf.split import check_split, split_paths
@@ -493,4 +494,4 @@ class GgufFile:
         self.close()
 
     def __repr__(self) -> str:
-        return f"GgufFile({self.path!r}, {len(self.kv)} keys, {len(self.tensors)} tensors)"
+        return f"GgufFile({self.path!r}, {counted(len(self.kv), 'key')}, {counted(len(self.tensors), 'tensor')})"

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.counts import counted
 from ggjit.gguf.reader import ALIGNMENT, MAX_DIMS, MAX_KEY, MAX_NAME, Metadata, ValueType
 from ggjit.gguf.values import encode, string
 from ggjit.types import Type
@@ -195,12 +196,16 @@ class GgufWriter:
     def _type(self, name: str, data: Any, type: Type | str | None) -> Type:
         try:
             if isinstance(type, str):
-                return types.by_name(type)
-            if type is not None:
-                return types.by_id(type.id)
-            if not isinstance(data, np.ndarray):
+                found = types.by_name(type)
+            elif type is not None:
+                found = types.by_id(type.id)
+            elif isinstance(data, np.ndarray):
+                found = types.from_dtype(data.dtype)
+            else:
                 raise ValueError("it must be given with data that is no array, got None")
-            return types.from_dtype(data.dtype)
+            if found.name in types.ACTIVATIONS:
+                raise ValueError(f"it must be one of weights, got {found.name}, a form of activations")
+            return found
         except (ValueError, TypeError) as error:
             raise self._fail(f"type of {name!r}: {error}") from None
 
@@ -291,7 +296,8 @@ class GgufWriter:
             self.write()
 
     def __repr__(self) -> str:
-        return f"GgufWriter({self.path!r}, {len(self._entries)} keys, {len(self._tensors)} tensors)"
+        counts = counted(len(self._entries), "key"), counted(len(self._tensors), "tensor")
+        return f"GgufWriter({self.path!r}, {', '.join(counts)})"
 
 
 def _pieces(data: Any) -> Iterator[memoryview]:

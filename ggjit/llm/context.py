@@ -17,6 +17,7 @@ from ggjit import ops, types
 from ggjit.alloc import GraphAllocator
 from ggjit.backend import Buffer, BufferType, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
+from ggjit.counts import counted
 from ggjit.graph import Graph, graph_overhead
 from ggjit.llm import inputs
 from ggjit.llm.batch import Batch
@@ -330,7 +331,8 @@ class DecodeContext:
     # -- decoding ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"DecodeContext({self.n_ctx} tokens, {len(self._graphs)} graphs, {self.n_threads} threads)"
+        counts = counted(self.n_ctx, "token"), counted(len(self._graphs), "graph"), counted(self.n_threads, "thread")
+        return f"DecodeContext({', '.join(counts)})"
 
     def graph(self, n_tokens: int, n_kv: int, n_outputs: int) -> DecodeGraph:
         """The graph of a shape, built at its first use."""

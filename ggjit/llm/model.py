@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ggjit import models
 from ggjit.backend import Device, new_buffer
+from ggjit.counts import counted
 from ggjit.gguf import GgufFile
 from ggjit.llm.hparams import Hparams, architecture_of
 from ggjit.llm.loader import Loader
@@ -95,4 +96,5 @@ class Model:
 
     def __repr__(self) -> str:
         hp = self.hparams
-        return f"Model({os.path.basename(self.path)!r}, {hp.arch}, {hp.n_layer} layers, {self.nbytes / 2**20:.0f} MiB)"
+        size = f"{counted(hp.n_layer, 'layer')}, {self.nbytes / 2**20:.0f} MiB"
+        return f"Model({os.path.basename(self.path)!r}, {hp.arch}, {size})"

@@ -15,6 +15,7 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from ggjit.counts import counted
 from ggjit.gguf import GgufFile
 from ggjit.llm.bpe import BYTE_OF, BpeMerger
 from ggjit.llm.pretokenizers import PRE_TOKENIZERS
@@ -75,7 +76,7 @@ class Tokenizer:
         self._strip_rules(file)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.n_vocab} tokens)"
+        return f"{type(self).__name__}({counted(self.n_vocab, 'token')})"
 
     @staticmethod
     def from_gguf(file: GgufFile) -> Tokenizer:

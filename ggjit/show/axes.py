@@ -14,8 +14,9 @@ def pyplot(where: str) -> Any:
     """
     try:
         import matplotlib.pyplot
-    except ImportError:
-        raise ImportError(f"{where}: matplotlib must be installed, got none; pip install 'ggjit[show]'") from None
+    except ModuleNotFoundError as error:
+        text = f"{where}: matplotlib must be installed, got none; pip install 'ggjit[show]'"
+        raise ModuleNotFoundError(text, name=error.name) from None
     return matplotlib.pyplot
 
 

@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit.cli import EXPECTED, at_least
+from ggjit.cli import EXPECTED, at_least, missing_package
+from ggjit.counts import counted
 from ggjit.examples.gpt2.model_file import ModelFile
 from ggjit.llm.sampling import Sampler
 from ggjit.llm.tokenizer import StreamDecoder
@@ -95,7 +96,7 @@ def converse(engine: Engine, file: ModelFile, args: argparse.Namespace) -> None:
             break
         print(decoder.push(token), end="", flush=True)
     print(decoder.flush(), flush=True)
-    print(f"\n{len(ids)} tokens of prompt, {time.perf_counter() - start:.2f} s", file=sys.stderr)
+    print(f"\n{counted(len(ids), 'token')} of prompt, {time.perf_counter() - start:.2f} s", file=sys.stderr)
 
 
 def main(
@@ -127,6 +128,12 @@ def main(
         converse(engine, file, args)
         for line in engine.facts():
             print(line, file=sys.stderr)
+    except ModuleNotFoundError as error:
+        hint = missing_package(error)
+        if hint is None:
+            raise
+        print(f"{program}: error: {program} {hint}", file=sys.stderr)
+        return 1
     except EXPECTED as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 1

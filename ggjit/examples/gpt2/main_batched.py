@@ -25,6 +25,7 @@ from ggjit import ops, types
 from ggjit.alloc import GraphAllocator
 from ggjit.backend import Device
 from ggjit.cli import at_least
+from ggjit.counts import counted
 from ggjit.examples.gpt2.command import Engine, main, prompt_ids, sampler_of
 from ggjit.examples.gpt2.graph import MAX_NODES, POSITIONS, TOKENS, Cache, cached_attention, graph_context, inputs
 from ggjit.examples.gpt2.main_backend import DeviceModel, add_arguments, logits_of, new_backend, pick, put
@@ -182,7 +183,7 @@ def converse(engine: Engine, file: ModelFile, args: argparse.Namespace) -> None:
     for s, stream in enumerate(streams):
         decoder = StreamDecoder(file.tokenizer)
         print(f"sequence {s}: {args.prompt}{decoder.push(stream)}{decoder.flush()}", flush=True)
-    print(f"\n{len(ids)} tokens of prompt, {time.perf_counter() - start:.2f} s", file=sys.stderr)
+    print(f"\n{counted(len(ids), 'token')} of prompt, {time.perf_counter() - start:.2f} s", file=sys.stderr)
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> None:

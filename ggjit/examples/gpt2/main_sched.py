@@ -26,6 +26,7 @@ from ggjit.alloc import TensorAllocator
 from ggjit.backend import Backend, Buffer, Device, alloc_ctx_tensors, devices
 from ggjit.cli import at_least
 from ggjit.context import Context, tensor_overhead
+from ggjit.counts import counted
 from ggjit.examples.gpt2.command import main
 from ggjit.examples.gpt2.graph import POSITIONS, TOKENS, Cache, gpt2_graph, graph_context, positions, worst_case
 from ggjit.examples.gpt2.main_backend import logits_of, n_tensors, new_backend, pick, put
@@ -125,7 +126,8 @@ class MainSched:
         run = self.sched.current
         if run is not None:
             nbytes = sum(copy.tensor.nbytes for copy in run.copies)
-            lines.append(f"last run: {len(run.splits)} splits, {len(run.copies)} copies of {nbytes} bytes")
+            counts = counted(len(run.splits), "split"), counted(len(run.copies), "copy", "copies")
+            lines.append(f"last run: {', '.join(counts)} of {nbytes} bytes")
         return lines
 
 
