@@ -266,30 +266,38 @@ class LLM:
         on_token: Callable[[int], Any] | None = None,
     ) -> Iterator[int]:
         """Generate ids; an end token ends the iterator and is not part of it."""
-        eog = self.tokenizer.eog
-        for token in self.raw_tokens(ids, max_tokens, sampler):
-            if on_token is not None:
-                on_token(token)
-            if token in eog:
-                return
-            yield token
+        return self._generate(ids, max_tokens, sampler, on_token, self.tokenizer.eog)
 
     def raw_tokens(self, ids: Sequence[int], max_tokens: int | None, sampler: Sampler) -> Iterator[int]:
         """Generate ids, end tokens too."""
+        return self._generate(ids, max_tokens, sampler, None, frozenset())
+
+    def _generate(
+        self,
+        ids: Sequence[int],
+        max_tokens: int | None,
+        sampler: Sampler,
+        on_token: Callable[[int], Any] | None,
+        last: frozenset[int],
+    ) -> Iterator[int]:
         room = self.n_ctx - len(ids) + 1
         count = room if max_tokens is None else min(max_tokens, room)
-        if count <= 0:
-            return
-        with self._lock:
-            turn = self._begin(ids)
-            token = sampler(self._append(ids[len(self._ids) :]))
-        yield token
-        following = NextToken()
-        for at in range(len(ids), len(ids) + count - 1):
+        turn, token, following = 0, -1, NextToken()
+        for at in range(len(ids) - 1, len(ids) - 1 + count):
             with self._lock:
-                if turn != self._turn:
+                if turn == 0:
+                    turn = self._begin(ids)
+                    logits = self._append(ids[len(self._ids) :])
+                elif turn == self._turn:
+                    logits = self.context.decode(following.put(token, at), copy=False)
+                    self._ids.append(token)
+                else:
                     raise RuntimeError("generate: the model must not be used by another call in between, got one")
-                token = sampler(self._append([token], following.put(token, at)))
+                token = sampler(logits)
+            if on_token is not None:
+                on_token(token)
+            if token in last:
+                return
             yield token
 
     def _check_open(self) -> None:
@@ -305,11 +313,11 @@ class LLM:
         self._turn += 1
         return self._turn
 
-    def _append(self, ids: Sequence[int], batch: Batch | None = None) -> NDArray[np.float32]:
-        """Decode more tokens of the sequence (`batch` of them); the logits of the last, see `DecodeContext.decode`."""
+    def _append(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Decode more tokens of the sequence; the logits of the last, see `DecodeContext.decode`."""
         first = len(self._ids)
         try:
-            logits = self.context.decode(batch or Batch.of(ids, first), copy=False)
+            logits = self.context.decode(Batch.of(ids, first), copy=False)
         except BaseException:
             self.context.cache.remove(0, first)
             raise
