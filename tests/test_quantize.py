@@ -188,6 +188,13 @@ def test_older_imatrix(tmp_path):
             read_imatrix(str(path))
 
 
+def test_q2_k_s_needs_none_of_an_embedding(model, tmp_path):
+    found = read_imatrix(imatrix(tmp_path / "a.gguf", model, skip=("token_embd.weight",)))
+    with GgufFile(model) as file:
+        kinds = {s.info.name: s.type.name for s in plan(file, "Q2_K_S", imatrix=found).steps}
+    assert kinds["token_embd.weight"] == "Q2_K"  # as llama_model_quantize does
+
+
 @pytest.mark.parametrize("mix", ["IQ1_S", "IQ2_XXS", "IQ2_M", "IQ3_XXS", "Q2_K_S"])
 def test_needs_an_imatrix(model, mix, tmp_path):
     with GgufFile(model) as file:

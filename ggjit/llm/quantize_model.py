@@ -174,7 +174,10 @@ def _weights(imatrix: Imatrix, info: TensorInfo) -> NDArray[np.float32] | None:
 
 
 def _check(info: TensorInfo, kind: Type, mix: Mix, weights: Any, allow_requantize: bool) -> None:
-    if weights is None and (kind.name in NEEDS_IMATRIX or (mix.name == "Q2_K_S" and kind.name == "Q2_K")):
+    wanted = kind.name in NEEDS_IMATRIX or (
+        mix.name == "Q2_K_S" and kind.name == "Q2_K" and info.name != "token_embd.weight"
+    )
+    if weights is None and wanted:
         raise ValueError(
             f"quantize: {kind.name} must have an importance matrix, got none for {info.name!r}; give one by --imatrix"
         )
