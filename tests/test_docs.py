@@ -3,7 +3,7 @@
 import pytest
 
 from ggjit import types
-from ggjit.dev import docs, probe, seeds
+from ggjit.dev import builders, docs, probe, seeds
 from ggjit.op import NONE, all_ops, by_name
 from ggjit.types import BF16, F16, F32, I32, I64
 
@@ -83,4 +83,19 @@ def test_every_item_of_the_checklist_has_a_test():
     found = seeds.tests()
     assert items == list(range(1, 108)) and set(found) <= set(items)
     assert [i for i in items if i not in found and i not in seeds.NOTES] == []
-    assert "no test" not in seeds.page() and "| S70 | " in seeds.page()
+    assert "no test" not in seeds.page() and "- **S70** " in seeds.page()
+
+
+def test_builders_of_ops():
+    """Every function of an op is listed with it; what makes several nodes belongs to none."""
+    assert builders.builders_of(by_name("rope")) == ["rope", "rope_ext", "rope_multi"]
+    assert builders.builders_of(by_name("unary"), "silu") == ["silu"]
+    assert builders.builders_of(by_name("unary"), "exp") == ["exp"]
+    assert builders.builders_of(by_name("glu"), "reglu") == ["reglu", "reglu_split"]
+    assert builders.builders_of(by_name("conv_2d")) == ["conv_2d_direct"] and builders.builders()["conv_2d"] == ""
+    unnamed = {op.name for op in all_ops() if op.cases and op is not NONE and not builders.builders_of(op)}
+    assert unnamed == {"dsv4_hc_comb_back", "get_rel_pos_back", "mul_mat_id_back", "recurrence_back"}
+
+
+def test_lines_of_the_checklist_fit_a_window():
+    assert max(map(len, seeds.page().splitlines())) <= seeds.WIDTH

@@ -19,6 +19,7 @@ import numpy as np
 
 from ggjit import types
 from ggjit.dev import memory, seeds
+from ggjit.dev.builders import builders, builders_of
 from ggjit.dev.probe import Found, Probe, Types
 from ggjit.op import NONE, Op, all_ops
 from ggjit.ops.glu import FUNCTIONS as GATED
@@ -34,6 +35,8 @@ OPS = """# Ops
 Made by `python -m ggjit.dev docs` from the registered ops: what a builder accepts and a kernel takes, found by trying
 each case with sources of every type and layout. Do not edit.
 
+- **builders**: the functions of `ggjit.ops` (and of `ggjit`) that make a node of the op. Several nodes are made by
+  {composed}.
 - **types**: of the sources in the order of `Tensor.src`, then of the result; a line is any combination of what it
   lists. `-` is a source that is left out. {groups}
 - **layout** of each source: `any` strides; `rows` are contiguous but may lie anywhere; `contiguous`.
@@ -160,8 +163,9 @@ def _row(op: Op, function: str, found: Found, takes_all: bool) -> str:
     home = next(iter(op.cases.values())).__module__.removeprefix("ggjit.").replace(".", "/")
     gradient = " ".join(f"src{i}" for i in sorted(found.gradients)) or "-"
     number = str(op.id) if op.id < types.FIRST_USER_ID else ""
+    made_by = " ".join(builders_of(op, function)) or "-"
     cells = (
-        f"{op.name}: {function}" if function else op.name, number, f"`{home}.py`", "<br>".join(lines),
+        f"{op.name}: {function}" if function else op.name, number, f"`{home}.py`", made_by, "<br>".join(lines),
         _layout(found), "view" if op.view else "CPU", "yes" if op.inplace else "-", gradient,
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
@@ -180,8 +184,9 @@ def ops_page() -> str:
         f"`plain` are {' '.join(t.name for t in types.all_types() if not t.is_quantized)};\n"
         f"  `quantized` all block types; `weights` those but Q8_1 and Q8_K; `written` all but {unwritten}."
     )
-    head = "| op | id | file | types | layout | backend | in place | gradient |\n|---|---|---|---|---|---|---|---|\n"
-    return OPS.format(groups=text) + head + "\n".join(rows) + "\n"
+    head = "| op | id | file | builders | types | layout | backend | in place | gradient |\n" + "|---" * 9 + "|\n"
+    composed = " ".join(sorted(name for name, made in builders().items() if not made and name != "flash_attn_back"))
+    return OPS.format(groups=text, composed=composed) + head + "\n".join(rows) + "\n"
 
 
 # --- types ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"
 _NAME = re.compile(r"test((?:_s\d+(?:_to_s\d+)?)+)(?:_|$)")
 _PART = re.compile(r"_s(\d+)(?:_to_s(\d+))?")
 
+WIDTH = 120  # of a line
 PAGE = """# Checklist
 
 Made by `python -m ggjit.dev docs` from the names of the tests. Do not edit.
@@ -203,14 +205,20 @@ def _status(item: int, found: list[Test]) -> str:
     return "in long runs" if all(t.full for t in found) else "tested"
 
 
+def _wrapped(text: str) -> list[str]:
+    indent = " " * (text.index("- ") + 2)
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def page() -> str:
-    """The table."""
+    """The list."""
     by_item, lines = tests(), []
     for title, items in ITEMS.items():
-        lines += [f"## {title}", "", "| item | what | tests | status |", "|---|---|---|---|"]
+        lines += [f"## {title}", ""]
         for i, text in items.items():
             found = by_item.get(i, [])
-            names = "<br>".join(f"`{t.file}` {t.name}" for t in found) or "-"
-            lines.append(f"| S{i} | {text} | {names} | {_status(i, found)} |")
+            lines += _wrapped(f"- **S{i}** {text}: *{_status(i, found)}*")
+            for file in dict.fromkeys(t.file for t in found):
+                lines += _wrapped(f"  - `{file}`: {', '.join(t.name for t in found if t.file == file)}")
         lines.append("")
     return PAGE + "\n".join(lines).rstrip("\n") + "\n"
