@@ -46,6 +46,7 @@ __all__ = [
     "jitted",
     "kernel",
     "lazy_module",
+    "soon",
     "words",
 ]
 
@@ -369,14 +370,27 @@ class _Progress:
             self.bar.close()
 
 
+def soon(*compiled: Compiled) -> None:
+    """Make these ready together with what `compile_all` is asked for next.
+
+    So they share an engine with it, and where they must be compiled, several processes have more to share.
+    """
+    with _lock:
+        _soon.extend(c for c in compiled if not c._address)
+
+
 def compile_all(compiled: Iterable[Compiled]) -> list[int]:
     """Load or compile what is missing, link it in one engine, and return all addresses in order.
 
     Raises:
         ValueError: the code of a kernel calls something that it must not.
     """
-    every = list(compiled)
+    asked = list(compiled)
     with _lock:
+        every = asked
+        if any(not c._address for c in asked):
+            every = [*asked, *_soon]
+            _soon.clear()
         missing = {c.entry: c for c in every if not c._address and c.key not in _linked}
         objects = {entry: code for entry, c in missing.items() if (code := kernel_cache.load(c.key)) is not None}
         fresh = [c for entry, c in missing.items() if entry not in objects]
@@ -389,7 +403,7 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
             _linked.update((missing[entry].key, address) for entry, address in addresses.items())
         for c in every:
             c._address = c._address or _linked[c.key]
-    return [c._address for c in every]
+    return [c._address for c in asked]
 
 
 def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
@@ -428,6 +442,7 @@ def compile_seconds() -> float:
 
 
 _GC_THRESHOLD = 100_000
+_soon: list[Compiled] = []
 _seconds: list[float] = []
 _linked: dict[str, int] = {}  # key -> address: the same kernel made twice is linked once
 

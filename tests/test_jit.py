@@ -406,3 +406,18 @@ def test_a_progress_bar_starts_no_thread(monkeypatch):
     bar = jit._Progress(2)
     assert bar.bar is not None and threading.active_count() == before
     bar.close()
+
+
+def test_what_is_wanted_soon_comes_with_what_is_asked_for():
+    @words
+    def one(x):
+        return x + 1
+
+    @words
+    def two(x):
+        return x + 2
+
+    jit.soon(two)
+    assert two._address == 0
+    assert compile_all([one]) == [one.address()] and two._address != 0
+    assert (one(1), two(1)) == (2, 3)

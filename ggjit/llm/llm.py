@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from ggjit import types
 from ggjit.backend import devices as all_devices
+from ggjit.jit import soon
+from ggjit.llm import choice, inputs
 from ggjit.llm.batch import Batch, NextToken
 from ggjit.llm.context import N_UBATCH, DecodeContext
 from ggjit.llm.model import Model
@@ -78,6 +80,7 @@ class LLM:
     ) -> None:
         from ggjit.threadpool import default_threads
 
+        soon(inputs.take, inputs.fill, choice.choose)  # what every token needs beside the graph
         cache_type = types.by_name(kv_type)
         n = default_threads() if n_threads is None else n_threads
         others = all_devices()[:-1] if devices is None else devices
