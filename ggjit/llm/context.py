@@ -137,6 +137,15 @@ class DecodeGraph:
         self._rows = rows, numbers, source
         return ops.get_rows(rows, numbers)
 
+    def compute_first(self, il: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Compute what a layer's queries, keys and values are made of, one after the other, before anything else.
+
+        Threads need not meet between products of one source, nor between the ropes and stores behind them.
+        """
+        is_last = il == self.cache.n_layer - 1  # where nothing but the cache is wanted, it makes no queries
+        for t in (k, v) if is_last and not self.n_outputs else (q, k, v):
+            self.graph.build_forward_expand(t)
+
     def store_kv(self, il: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values of the ubatch to the cache of a layer.
 

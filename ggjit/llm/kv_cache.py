@@ -35,6 +35,7 @@ class KVCache:
         new_buffer: makes the buffers, one of each type.
 
     Attributes:
+        n_layer: number of layers.
         k: for each layer [n_embd_k, n_cells].
         v: for each layer [n_embd_v, n_cells].
         pos: position of each cell's token, -1 if the cell is free.
@@ -71,7 +72,7 @@ class KVCache:
                 if buffer.array is not None and max(t.nbytes for t in context.tensors.values()) < SMALL:
                     use_small_pages(buffer.base, buffer.size)
         self.k, self.v = ([x[il] for il in range(len(kinds))] for x in (k, v))
-        self.nbytes = sum(b.size for b in self.buffers.values())
+        self.n_layer, self.nbytes = len(self.k), sum(b.size for b in self.buffers.values())
         self.pos = np.full(n_cells, -1, np.int32)
         self.seq = np.full(n_cells, -1, np.int32)
         self._taken = np.zeros(n_cells, np.int64)

@@ -104,6 +104,7 @@ class Gemma3:
         q = heads(linear(cur, layer.wq), hp.head_dim, hp.n_head(il))
         k = heads(linear(cur, layer.wk), hp.head_dim, hp.n_head_kv(il))
         v = g.name(heads(linear(cur, layer.wv), hp.head_dim_v, hp.n_head_kv(il)), "Vcur", il)
+        g.compute_first(il, q, k, v)
         q = g.name(rope.apply(rms_norm(q, layer.q_norm, hp.eps), g.pos), "Qcur", il)
         k = g.name(rope.apply(rms_norm(k, layer.k_norm, hp.eps), g.pos), "Kcur", il)
         mask = g.window_mask(self.window) if is_local else g.mask

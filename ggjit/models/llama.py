@@ -114,6 +114,7 @@ class Llama:
             q = heads(linear(cur, layer.wq, layer.bq), hp.head_dim, n_head)
             k = heads(linear(cur, layer.wk, layer.bk), hp.head_dim, n_kv)
             v = heads(linear(cur, layer.wv, layer.bv), hp.head_dim_v, n_kv)
+        g.compute_first(il, q, k, v)
         q = g.name(self.rope.apply(q, g.pos, self.rope_freqs), "Qcur", il)
         k = g.name(self.rope.apply(k, g.pos, self.rope_freqs), "Kcur", il)
         v = g.name(v, "Vcur", il)
