@@ -12,6 +12,7 @@ import ggjit as gg
 from ggjit import models
 from ggjit.gguf import GgufFile
 from ggjit.llm.model import Model
+from ggjit.lower import BARRIER
 from ggjit.models import layers
 
 MODELS = Path(__file__).parent / "data" / "models"
@@ -85,6 +86,25 @@ def test_s92_a_batch_is_decoded_in_ubatches(monkeypatch: pytest.MonkeyPatch) -> 
         got = llm.logits(ids)
         assert shapes == [7, 7, 3]
     assert np.array_equal(got, want)
+
+
+def test_threads_do_not_meet_between_products_of_one_source() -> None:
+    """Nor between what follows them: the stores of keys and of values, and the rope of queries."""
+    with gg.LLM(MODELS / "llama-q.Q4_1.gguf", n_ctx=256, n_threads=2, progress=False) as llm:
+        run = llm.context.graph(1, 256, 1).executable
+        ops = [s.node.op.name for s in run.steps]
+        meet = (run.rows[:, 3] & BARRIER).tolist()
+        at = next(i for i, s in enumerate(run.steps) if s.kernel.name.startswith("mul_mat"))
+        assert [t.src[0].name for t in (s.node for s in run.steps[at : at + 3])] == [
+            f"blk.0.attn_{name}.weight" for name in "qkv"
+        ]
+        attention = ops.index("flash_attn_ext")
+        assert ops[attention - 3 : attention] == ["set_rows", "set_rows", "rope"]
+        assert meet[at : at + 2] == [0, 0] and meet[attention - 3 : attention] == [0, 0, BARRIER]
+        assert sum(meet[at:attention]) == 2, "one more after the products, or what is computed beside them"
+        idle = llm.context.graph(2, 256, 0).executable
+        weights = [s.node.src[0].name for s in idle.steps if s.node.src[0] is not None]
+        assert "blk.1.attn_v.weight" in weights and "blk.1.attn_q.weight" not in weights, "no queries for nobody"
 
 
 def test_s98_weights_lie_where_the_mapping_has_them() -> None:
