@@ -78,7 +78,7 @@ class _Ops(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in _FILES and isinstance(value, types.ModuleType):
-            self.__dict__.update({f: checked(getattr(value, f)) for f in value.__all__})
+            self.__dict__.update({f: checked(getattr(value, f)) for f in getattr(value, "__all__", ())})
 
 
 sys.modules[__name__].__class__ = _Ops
