@@ -31,6 +31,7 @@ _STACK = re.compile(r"\(%r[sb]p|\[sp|\[x29")
 _OUTSIDE = re.compile(
     r"(?:movabsq\s+\$|:abs_g3:|callq?\s+|bl\s+)(?!_ZN|ggjit_|absent_source)([A-Za-z_]\w*)(?:@PLT)?\s*(?:,|$)"
 )
+_OWN = re.compile(r"^([A-Za-z_]\w*):", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def report(name: str, kernel: Kernel, show: Callable[[str], None] | None = None)
         text = kernel.asm()
     except Exception as error:  # the sweep goes on: what does not compile is what it looks for
         return Report(name, {}, error=f"{type(error).__name__}: {error}".splitlines()[0])
-    calls = tuple(sorted({m[1] for line in text.splitlines() if (m := _OUTSIDE.search(line))}))
+    own = set(_OWN.findall(text))
+    calls = tuple(sorted({m[1] for line in text.splitlines() if (m := _OUTSIDE.search(line))} - own))
     loops = loops_of(text)
     if not loops:
         return Report(name, {}, calls=calls)
