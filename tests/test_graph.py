@@ -127,10 +127,10 @@ def test_get_tensor(context: gg.Context) -> None:
 def test_print_and_dot(context: gg.Context, capsys: pytest.CaptureFixture[str]) -> None:
     a = gg.new_tensor(types.F32, 4, 2, name='a"b')
     graph = gg.build(gg.add(gg.transpose(gg.transpose(a)), a).set_name("sum"))
-    assert repr(graph) == "Graph(3 nodes, 1 leafs, size 2048)"
+    assert repr(graph) == "Graph(3 nodes, 1 leaf, size 2048)"
     graph.print()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "graph: 3 nodes, 1 leafs" and len(lines) == 5
+    assert lines[0] == "graph: 3 nodes, 1 leaf" and len(lines) == 5
     assert lines[3].split()[:4] == ["node", "2", "add", "F32"] and lines[3].endswith("uses 0  sum")
     dot = graph.dot()
     assert dot.startswith("digraph ggjit {") and dot.endswith("}") and dot.count("->") == 4

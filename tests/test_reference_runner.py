@@ -57,7 +57,7 @@ def test_a_right_result_passes(tmp_path, capsys):
 def test_a_wrong_result_fails_with_error_and_limit(tmp_path, capsys):
     failed, out, _ = run(scale_case(tmp_path / "scale.npz", np.arange(8) * 3), capsys)
     assert failed == 1 and out.startswith(
-        "FAILED scale c1 scale(f32[4x2]): 1 threads: result: nmse: error 0.111, limit 1e-07"
+        "FAILED scale c1 scale(f32[4x2]): 1 thread: result: nmse: error 0.111, limit 1e-07"
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggjit import models, types
+from ggjit.counts import counted
 from ggjit.dev.reference_cases import Array, Difference, decode, elements_of_rows, nmse
 from ggjit.dev.reference_ops import Unsupported
 from ggjit.gguf import GgufFile
@@ -89,7 +90,7 @@ class Models:
         for n, other in zip(self.threads[1:], results[1:], strict=True):
             if not np.array_equal(other, results[0], equal_nan=True):
                 wrong = float((other != results[0]).sum())
-                return results[0], [Difference(f"{n} threads: bits differ from {self.threads[0]}", wrong, 0)]
+                return results[0], [Difference(f"{counted(n, 'thread')}: bits differ from {self.threads[0]}", wrong, 0)]
         return results[0], []
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import ggjit as gg
 from ggjit import op as op_registry
 from ggjit import ops, types
 from ggjit.context import Context, aligned_bytes
+from ggjit.counts import counted
 from ggjit.dev.reference_cases import Array, Case, Difference, compare, decode, elements, elements_of_rows, read_cases
 from ggjit.dev.warm import kernels_of
 from ggjit.jit import Kernel
@@ -221,9 +222,13 @@ def run_op(case: Case, threads: Sequence[int]) -> list[Difference]:
             found += _check_result(case, node, storages)
             bits = np.zeros(0, np.uint8) if 0 in node.ne else node.bytes().copy()
         if found:
-            return [d._replace(what=f"{n_threads} threads: {d.what}") for d in found]
+            return [d._replace(what=f"{counted(n_threads, 'thread')}: {d.what}") for d in found]
         if first is not None and not np.array_equal(bits, first):
-            return [Difference(f"{n_threads} threads: bits differ from {threads[0]}", float((bits != first).sum()), 0)]
+            return [
+                Difference(
+                    f"{counted(n_threads, 'thread')}: bits differ from {threads[0]}", float((bits != first).sum()), 0
+                )
+            ]
         first = bits
     return found
 
@@ -274,7 +279,7 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
     for n_threads in threads:
         if "y" in arrays:
             found += _equal(
-                f"{n_threads} threads: get_rows",
+                f"{counted(n_threads, 'thread')}: get_rows",
                 _decode_by_graph(arrays["q"], kind, n_threads),
                 [arrays["y"]],
                 types.F32,
@@ -285,9 +290,9 @@ def run_quant(case: Case, threads: Sequence[int]) -> list[Difference]:
             if copied is not None and searches:
                 if not exact and "q_cpu" not in arrays:
                     continue  # what the run-time coder, which searches less, gave was not recorded
-                found += _no_worse(f"{n_threads} threads: cpy", copied, coded[-1], case, kind)
+                found += _no_worse(f"{counted(n_threads, 'thread')}: cpy", copied, coded[-1], case, kind)
             elif copied is not None:
-                found += _equal(f"{n_threads} threads: cpy", copied, coded, kind, exact)
+                found += _equal(f"{counted(n_threads, 'thread')}: cpy", copied, coded, kind, exact)
     if missing is not None and not found:  # all that is there was right
         raise missing
     return found
