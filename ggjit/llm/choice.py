@@ -24,11 +24,8 @@ N_VOCAB, TOP_K, SCRATCH, TEMPERATURE, TOP_P, MIN_P = range(0, 48, 8)
 KEPT, KEYS, TOTAL = range(48, 72, 8)  # how many tokens may be chosen, where their keys lie, what they weigh together
 TICKS = 72  # all the time that was spent here
 BLOCK = struct.Struct("=3q3d2qdq")
-HISTOGRAM_NBYTES, KEY_NBYTES, WEIGHT_NBYTES = (
-    8 * 256,
-    16,
-    8,
-)  # of the scratch: at its start, and of each of TOP_K tokens
+# Bytes of the scratch: a histogram at its start, then for each of TOP_K tokens keys and what it weighs.
+HISTOGRAM_NBYTES, KEY_NBYTES, WEIGHT_NBYTES = 8 * 256, 16, 8
 DRAWS = 1 << 53  # a draw is a number below it
 
 
