@@ -27,12 +27,17 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from ggjit import kernel_cache, object_code, progress
 from ggjit.cpu import cpu_level
+
+if TYPE_CHECKING:
+    from ggjit.tensor import Tensor
+
+    ByRows = Callable[[Tensor, int], bool]
 
 __all__ = [
     "Intrinsic",
@@ -196,9 +201,11 @@ class Kernel(Compiled):
 
     kind = "kernel"
 
-    def __init__(self, function: Callable[..., Any], counter: bool = False, streams: bool = False) -> None:
+    def __init__(
+        self, function: Callable[..., Any], counter: bool = False, streams: bool = False, by_rows: ByRows | None = None
+    ) -> None:
         super().__init__(function)
-        self.uses_counter, self.streams = counter, streams
+        self.uses_counter, self.streams, self.by_rows = counter, streams, by_rows
         self.kind = "streaming kernel" if streams else "kernel"
         names = list(inspect.signature(function).parameters)
         self.n_src = (len(names) - 7) // 3
@@ -312,15 +319,28 @@ def intrinsic(function: Callable[..., Any]) -> Intrinsic:
 @overload
 def kernel(function: Callable[..., Any]) -> Kernel: ...
 @overload
-def kernel(*, counter: bool = False, streams: bool = False) -> Callable[[Callable[..., Any]], Kernel]: ...
-def kernel(function: Callable[..., Any] | None = None, *, counter: bool = False, streams: bool = False) -> Any:
+def kernel(
+    *, counter: bool = False, streams: bool = False, by_rows: ByRows | None = None
+) -> Callable[[Callable[..., Any]], Kernel]: ...
+def kernel(
+    function: Callable[..., Any] | None = None,
+    *,
+    counter: bool = False,
+    streams: bool = False,
+    by_rows: ByRows | None = None,
+) -> Any:
     """Make a kernel of a function with the fixed signature (see Kernel).
 
     `@kernel(counter=True)` for one that shares work by the chunk counter in work[0:8], which must be 0 when it begins.
     `@kernel(streams=True)` for one that memory binds: it gets 256-bit registers, since accesses of 512 bits stream more
     slowly. It must not use what exists for 512 bits only (`vec.exp` and what is made of it).
+    `@kernel(by_rows=f)` for one whose threads have rows n * ith / nth to n * (ith + 1) / nth of dst's n where
+    f(dst, nth) is true, and read of a source with the ne[1:] of dst those rows alone; it does not write to sources.
+    Threads then need not meet between such steps (`ggjit.lower`).
     """
-    return Kernel(function, counter, streams) if function is not None else lambda f: Kernel(f, counter, streams)
+    if function is not None:
+        return Kernel(function, counter, streams, by_rows)
+    return lambda f: Kernel(f, counter, streams, by_rows)
 
 
 def words(function: Callable[..., Any]) -> Words:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit import readable
+from ggjit import readable, row_shares
 from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
 from ggjit.fusion import Fused, Match
 from ggjit.op import COUNTER_LINE, NONE, PARAM_BYTES
@@ -294,7 +294,8 @@ class Executable:
                 COUNTER if s.kernel.uses_counter else 0,
             )
         self.rows: NDArray[np.int64] = rows
-        lines = _set_barriers(self.steps, rows, (self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes))
+        place = self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes
+        lines = _set_barriers(self.steps, rows, place, n_threads)
         self._counters = aligned_bytes(COUNTER_LINE * max(lines, default=0))
         self._tasks = np.zeros((1 + max(lines, default=0), 2), np.int64)  # address and size of the scratch
         self._tasks[0] = self._work.ctypes.data, self._work.nbytes
@@ -396,46 +397,70 @@ def _work_buffer(work: int, context: Context | None) -> NDArray[np.uint8]:
     return context.array[offset + skip : offset + skip + COUNTER_LINE + work]
 
 
-def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, int]) -> list[int]:
+def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, int], n_threads: int) -> list[int]:
     """Set BARRIER on each step after which the threads must meet before the next one.
 
     A step may begin while other threads are still in the steps before it only if it reads nothing they write and writes
-    nothing they read or write. Counters are zeroed at barriers, so between two barriers no counter serves two steps.
+    nothing they read or write; bytes that a thread has for itself in both steps (`ggjit.row_shares`) do not count.
+    Counters are zeroed at barriers, so between two barriers no counter serves two steps.
 
     Returns:
         For each step the number of the counter of its own that it uses, from 1 on; 0: it has the work buffer.
     """
-    reads: list[tuple[int, int]] = []
-    writes: list[tuple[int, int]] = []
+    before: list[_Touched] = []  # since the last barrier
     lines: list[int] = []
     n_lines = 0  # in use since the last barrier
     for i, s in enumerate(steps):
-        r = s.record
-        counts = bool(rows[i, 3] & COUNTER)
-        scratch = [work] if s.work else []
-        theirs = [(t.data, t.data + _extent(t)) for t in r.src if t is not None]
-        mine = [(r.data, r.data + _extent(r)), *scratch, *(theirs[k] for k in r.op.state)]
-        clash = _overlap(theirs, writes) or _overlap(mine, writes) or _overlap(mine, reads)
-        if i and clash:
+        touched = _Touched(s, work, n_threads)
+        if any(touched.waits_for(b) for b in before):
             rows[i - 1, 3] |= BARRIER
-            reads, writes, n_lines = [], [], 0
-        own = counts and not s.work
+            before, n_lines = [], 0
+        own = bool(rows[i, 3] & COUNTER) and not s.work
         n_lines += own
         lines.append(n_lines if own else 0)
-        reads += theirs
-        writes += mine
+        before.append(touched)
     if steps:
         rows[-1, 3] |= BARRIER
     return lines
 
 
+class _Touched:
+    """The bytes that a step reads and writes: ranges, each with the tensor whose they are.
+
+    Args:
+        step: the step.
+        work: the work buffer's bytes.
+        n_threads: threads that compute it.
+    """
+
+    def __init__(self, step: Step, work: tuple[int, int], n_threads: int) -> None:
+        self.dst, by_rows = step.record, step.kernel.by_rows
+        self.by_rows = by_rows is not None and by_rows(self.dst, n_threads)
+        self.reads = [(t.data, t.data + _extent(t), t) for t in self.dst.src if t is not None]
+        self.writes: list[tuple[int, int, Tensor | None]] = [
+            (self.dst.data, self.dst.data + _extent(self.dst), self.dst),
+            *(self.reads[k] for k in self.dst.op.state),
+        ]
+        if step.work:
+            self.writes.append((*work, None))
+
+    def waits_for(self, other: _Touched) -> bool:
+        """Must all threads have ended the other step, which comes first, before one begins this one?"""
+        alone = self.by_rows and other.by_rows
+        pairs = ((self.reads, other.writes), (self.writes, other.writes), (self.writes, other.reads))
+        return any(
+            low < h
+            and l < high
+            and not (alone and t is not None and u is not None and row_shares.meet(t, self.dst, u, other.dst))
+            for mine, theirs in pairs
+            for low, high, t in mine
+            for l, h, u in theirs  # noqa: E741
+        )
+
+
 def _extent(t: Tensor) -> int:
     buffer = t.buffer
     return t.nbytes if buffer is None or buffer.type.is_host else buffer.type.alloc_size(t)
-
-
-def _overlap(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
-    return any(low < h and l < high for low, high in a for l, h in b)  # noqa: E741
 
 
 def lower(

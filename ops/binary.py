@@ -15,7 +15,7 @@ import functools
 
 import numpy as np
 
-from ggjit import ops, types
+from ggjit import ops, row_shares, types
 from ggjit.autodiff import as_f32, unbroadcast
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -273,7 +273,7 @@ def make_binary(op: Op, d: Type, s0: Type, s1: Type, by_one: bool):
     row = (binary_row_by_one if by_one else binary_row)(op, d, s0, s1)
     size, size0, size1 = d.type_size, s0.type_size, 0 if by_one else s1.type_size
 
-    @kernel(streams=d is types.F32)
+    @kernel(streams=d is types.F32, by_rows=row_shares.many)
     def binary(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)
         i1, i2, i3 = rows.position(dst_ne, first)

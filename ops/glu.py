@@ -13,7 +13,7 @@ import functools
 
 import numpy as np
 
-from ggjit import ops, types
+from ggjit import ops, row_shares, types
 from ggjit.autodiff import as_f32
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
@@ -278,7 +278,7 @@ def make_glu(function: str, type_name: str, size: int):
     """Kernel for one source."""
     row = glu_row(function, type_name, size)
 
-    @kernel
+    @kernel(by_rows=row_shares.many)
     def glu_halves(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         alpha, limit = memory.f32_from_bits(op_params[2]), memory.f32_from_bits(op_params[3])
         half = size * dst_ne[0]
@@ -298,7 +298,7 @@ def make_glu_split(function: str, type_name: str, size: int):
     """Kernel for two sources."""
     row = glu_row(function, type_name, size)
 
-    @kernel
+    @kernel(by_rows=row_shares.many)
     def glu_split(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         alpha, limit = memory.f32_from_bits(op_params[2]), memory.f32_from_bits(op_params[3])
         first, last, begin, end = rows.share(dst_ne, np.int64(16), ith, nth)

@@ -22,7 +22,7 @@ import functools
 
 import numpy as np
 
-from ggjit import ops, types
+from ggjit import ops, row_shares, types
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -232,7 +232,7 @@ def make_norm(name: str, is_scaled: bool = False):
     write, factors = write_row(is_norm, is_scaled), row_factors(is_norm)
     first_sum = sum_of if is_norm else sum_of_squares
 
-    @kernel
+    @kernel(by_rows=row_shares.always)
     def norm_rows(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
         ith, nth,

@@ -104,6 +104,46 @@ def test_a_write_after_a_read_waits():
     assert rows[0, 3] & BARRIER
 
 
+def rows_of_a_layer(n_rows, n_threads):
+    """x + y, normalised, times a quantized matrix: the kernels' names and where all threads meet behind them."""
+    rng = np.random.default_rng(5)
+    with gg.Context(1 << 22):
+        x, y = (gg.from_numpy(rng.standard_normal((n_rows, 64), np.float32)) for _ in range(2))
+        w = gg.from_numpy(np.ones(64, np.float32))
+        m = gg.new_tensor(gg.Q8_0, 64, 32).set(rng.standard_normal((32, 64), np.float32))
+        z = gg.mul_mat(m, gg.mul(gg.rms_norm(gg.add(x, y), 1e-5), w))
+        graph = gg.build(z)
+        executable = lower(graph, n_threads)
+        results = []
+        for _ in range(20):
+            z.numpy()[...] = 0
+            executable.run()
+            results.append(z.numpy().copy())
+    flags = [(s.kernel.function.__name__, bool(f & BARRIER)) for s, f in zip(executable.steps, executable.rows[:, 3])]
+    return flags, results
+
+
+@pytest.mark.parametrize("n_rows, n_threads", [(1, 2), (5, 2), (6, 2), (16, 2), (17, 2), (64, 3)])
+def test_rows_of_one_thread_need_no_barrier(n_rows, n_threads):
+    flags, results = rows_of_a_layer(n_rows, n_threads=n_threads)
+    cut = n_rows < 8 * n_threads and n_rows % n_threads > 0  # the rows of sum and product are
+    steps = [("binary", cut), ("norm_rows", cut), ("binary", cut), ("act_q8", True)]
+    assert flags[:4] == steps
+    one = rows_of_a_layer(n_rows, n_threads=1)[1][0]
+    assert all(np.array_equal(r, one) for r in results)
+
+
+def test_rows_that_other_rows_need_wait():
+    with gg.Context(1 << 20):
+        x, y = (gg.from_numpy(np.ones((16, 64), np.float32)) for _ in range(2))
+        a = gg.add(x, y)
+        shifted = gg.view_2d(a, 64, 8, 256, 8 * 256)  # rows of another thread
+        b = gg.rms_norm(shifted, 1e-5)
+        c = gg.add(gg.permute(a, 0, 2, 1, 3), gg.permute(a, 0, 2, 1, 3))
+        rows = lower(gg.build([a, b, c]), 2).rows
+    assert rows[0, 3] & BARRIER
+
+
 def test_an_index_out_of_range_names_node_source_position_and_value():
     with gg.Context(1 << 18):
         table = gg.from_numpy(np.zeros((8, 4), np.float32), name="table")

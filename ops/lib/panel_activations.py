@@ -23,14 +23,16 @@ or as bf16 with K padded to even by a zero.
 act_tiles: words of 32 bits (an f32, or a pair of bf16) of as many columns as a tile takes, side by side for each k, for
 the tiles of floats from 3 columns on: one address to read at, and columns do not meet in the same cache sets.
 
-The kernels split rows and K evenly between threads, so that one row is shared as well.
+The kernels split rows and K evenly between threads, so that one row is shared as well; act_q8 leaves short rows whole,
+so that threads need not meet between what makes a row and its records.
 """
 
 import functools
 
 from llvmlite import ir
 
-from ggjit.jit import kernel, lazy_module
+from ggjit import row_shares
+from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.ops.lib.emit import F32, I8, I32, emitted, transpose, vector
 from ggjit.ops.lib.int8_sums import OFFSET_SHIFT
 from ggjit.ops.lib.panel import ACT, CODES, NEG_SUM, NEG_SUMS, SUM, SUMS, D
@@ -44,6 +46,7 @@ BLOCKS = {"Q8_0": (32, 34), "Q8_1": (32, 36), "Q8_K": (256, 292)}  # values and 
 CODES_AT = {"Q8_0": 2, "Q8_1": 4, "Q8_K": 4}  # offset of their codes
 WHOLE = 256  # values that rows of records are filled up to
 LARGEST = 2.0**127  # that values are multiplied by
+SHORT = 4096  # values of a row that is not worth two threads
 CHUNK = 1024  # values that a thread takes at least in a conversion
 
 
@@ -154,6 +157,19 @@ def q8_row_nbytes(k):
     return ACT * (-(-k // WHOLE) * (WHOLE // 32) | 1)
 
 
+def q8_by_rows(dst, nth):
+    """Has each thread whole rows of the act_q8 records dst?"""
+    return dst.ne[0] <= q8_row_nbytes(SHORT) or row_shares.many(dst, nth)
+
+
+@jitted
+def q8_share(per_row, n, is_short, ith, nth):
+    """A thread's part (from, to) of n rows of `per_row` pieces; see `q8_by_rows`."""
+    if is_short or n >= 8 * nth or (n >= nth and n % nth == 0):
+        return per_row * (n * ith // nth), per_row * (n * (ith + 1) // nth)
+    return per_row * n * ith // nth, per_row * n * (ith + 1) // nth
+
+
 @functools.cache
 def quantize_kernel(type_name):
     """Kernel: src0 of a float type, or already int8 in ggml's Q8_0, Q8_1 or Q8_K, to act_q8 records in dst.
@@ -166,11 +182,13 @@ def quantize_kernel(type_name):
         convert = _quantize_runs(LOADS[type_name], SIZES[type_name])
         unit, unit_nbytes = 32, 32 * SIZES[type_name]
 
-    @kernel
+    short = q8_row_nbytes(SHORT)
+
+    @kernel(by_rows=q8_by_rows)
     def act_q8(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
         per_row = src0_ne[0] // unit
-        total = per_row * src0_ne[1] * src0_ne[2] * src0_ne[3]
-        at, end = total * ith // nth, total * (ith + 1) // nth
+        n_rows = src0_ne[1] * src0_ne[2] * src0_ne[3]
+        at, end = q8_share(per_row, n_rows, dst_ne[0] <= short, ith, nth)
         source, target = memory.address(src0), memory.address(dst)
         filled = (src0_ne[0] + WHOLE - 1) // WHOLE * (2 * WHOLE)
         while at < end:
