@@ -36,6 +36,7 @@ def test_avx_vnni():
         assert report["dots"] == {"vpdpbusd": count} and report["width"] == 256
 
 
+@pytest.mark.full
 def test_aarch64_i8mm():
     """usdot for one column, usmmla for two and more; bfdot for BF16; few values go through the stack."""
     found = reports("aarch64-i8mm", "--type", "Q4_0", "BF16")
@@ -54,21 +55,16 @@ def test_aarch64_dotprod_and_plain():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target", ["avxvnni", "aarch64", "aarch64-dotprod", "aarch64-i8mm"])
+@pytest.mark.parametrize("target", ["avxvnni", "aarch64-dotprod", "aarch64-i8mm"])
 def test_everything_compiles(target):
-    """Products of every type, activations, cases of the main ops; the int8 dot product where there is one."""
-    found = reports(target, *([] if target in ("avxvnni", "aarch64-i8mm") else ["--type"]))
-    assert len(found) >= 4 * 28 and not [r for r in found.values() if r["error"]]
-    allowed = {"avxvnni": {"vpdpbusd"}, "aarch64": set(), "aarch64-dotprod": {"sdot"}}.get(target, {"usdot", "usmmla"})
+    """One type of each kind of panel; `python -m ggjit.dev cross-compile` without types is the whole of it: minutes."""
+    found = reports(target, "--type", "F16", "Q8_0", "Q6_K", "IQ2_S")
+    assert not [r for r in found.values() if r["error"]]
+    allowed = {"avxvnni": {"vpdpbusd"}, "aarch64-dotprod": {"sdot"}}.get(target, {"usdot", "usmmla"})
     for name, report in found.items():
         words = name.split()
-        if (
-            words[0] == "mul_mat"
-            and words[1][0] != "("
-            and words[2] != "packing"
-            and words[1] not in ("F32", "F16", "BF16")
-        ):
-            assert set(report["dots"]) <= allowed and bool(report["dots"]) == bool(allowed), name
+        if words[0] == "mul_mat" and words[1] in ("Q8_0", "Q6_K", "IQ2_S") and words[2] != "packing":
+            assert report["dots"] and set(report["dots"]) <= allowed, name
 
 
 def test_compile_for_refuses(monkeypatch):
@@ -118,10 +114,10 @@ needs_emulator = pytest.mark.skipif(
 
 @pytest.mark.full
 @needs_emulator
-@pytest.mark.parametrize("target", ["aarch64", "aarch64-dotprod", "aarch64-i8mm"])
+@pytest.mark.parametrize("target", ["aarch64-dotprod", "aarch64-i8mm"])
 def test_products_on_aarch64(target):
     """Products of panels give what float64 gives, whatever the dot product."""
-    for name, err in emulated(PANELS, target, "BF16", "Q8_0", "Q2_K", "Q6_K").items():
+    for name, err in emulated(PANELS, target, "BF16", "Q6_K").items():
         assert err < 1e-10, name
 
 
@@ -129,5 +125,5 @@ def test_products_on_aarch64(target):
 @needs_emulator
 def test_ops_on_aarch64():
     """The cases of some ops agree with their float64 references."""
-    names = ("rms_norm", "soft_max", "flash_attn_ext", "rope", "mul_mat", "sum_rows")
+    names = ("rms_norm", "soft_max", "sum_rows")
     assert not {case: err for case, err in emulated(OPS, "aarch64-i8mm", *names).items() if err}
