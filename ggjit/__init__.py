@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
     import importlib
     import importlib.util
 
-    if name.startswith("__"):
+    if name.startswith("__") or not name.isidentifier():
         raise AttributeError(f"module 'ggjit' has no attribute {name!r}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

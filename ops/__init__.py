@@ -76,9 +76,13 @@ class _Ops(types.ModuleType):
     """This module: a family that has been imported, wherever that was asked for, gives it its functions."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if name in _FILES and isinstance(value, types.ModuleType):
-            self.__dict__.update({f: checked(getattr(value, f)) for f in getattr(value, "__all__", ())})
+            functions = getattr(value, "__all__", ())
+            for f in functions:
+                self.__dict__.setdefault(f, checked(getattr(value, f)))
+            if name in functions:  # the function has the name
+                return
+        super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Ops
@@ -88,8 +92,9 @@ def __getattr__(name: str) -> Any:
     """An op's function: its family is imported."""
     if name not in _FAMILY:
         raise AttributeError(f"module 'ggjit.ops' has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.{_FAMILY[name]}")
-    return globals()[name]
+    family = importlib.import_module(f"{__name__}.{_FAMILY[name]}")
+    # Another thread may have imported it and not stored its functions yet; or somebody has deleted this one.
+    return globals().setdefault(name, checked(getattr(family, name)))
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,8 @@
 """Batches, and what stops or refuses one: the cache holds what was computed and nothing else."""
 
+import copy
+import pickle
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +54,63 @@ def test_negative_places_are_refused(llm, name, n):
     with pytest.raises(ValueError, match="must not be negative, got -2"):
         llm.context.decode(batch(n, **{name: np.full(n, -2, np.int32)}))
     assert llm.context.cache.n_used == 0
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))], ids=["deepcopy", "pickle"])
+def test_a_copy_has_arrays_of_its_own(llm, make):
+    want = llm.context.decode(batch())
+    other = batch(tokens=np.full(4, 9, np.int32))
+    made = make(other)
+    made.tokens[:] = batch().tokens
+    del other
+    llm.context.cache.clear()
+    assert np.array_equal(llm.context.decode(made), want)
+
+
+def test_batches_are_told_apart():
+    assert batch() != batch() and len({batch(), batch()}) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"outputs": "alll"}, "outputs must be 'last', 'all' or 'none', got 'alll'"),
+        ({"first": 2**31 - 2}, "positions must fit 32 bits"),
+        ({"seq": 2**31}, "sequences must fit 32 bits, got 2147483648"),
+    ],
+)
+def test_numbers_that_fit_no_batch(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        Batch.of([1, 2, 3], **arguments)
+    with pytest.raises(TypeError, match="token ids must be a sequence of whole numbers"):
+        Batch.of([[1], [2, 3]])
+
+
+def test_logits_where_they_lie(llm):
+    context = llm.context
+    want = context.decode(batch())[-1].copy()
+    context.cache.clear()
+    assert np.array_equal(context.decode(batch(), copy=False), want)
+    for wrong in (batch(0), batch(output=np.array([True, True, True, False]))):
+        with pytest.raises(ValueError, match="the last token must have output=True if logits are not copied"):
+            context.decode(wrong, copy=False)
+    assert context.cache.n_used == 4
+    assert context.decode(batch(pos=np.arange(4, 8, dtype=np.int32)), lambda node: False, copy=False).shape == (0,)
+    assert context.cache.n_used == 4
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "n_threads", "n_ubatch"])
+@pytest.mark.parametrize("value", [2.5, "5", True])
+def test_numbers_of_a_model_are_whole(name, value):
+    with pytest.raises(TypeError, match=f"LLM: {name} must be a whole number, got"):
+        gg.LLM(MODEL, **{name: value})
+
+
+def test_a_closed_model_gives_its_memory_back():
+    with gg.LLM(MODEL, n_ctx=256, n_threads=1, progress=False) as model:
+        list(model.generate([3, 4], max_tokens=2))
+        arrays = [weakref.ref(t) for t in model.model.weights.values()]
+    assert not any(a() is not None for a in arrays)
 
 
 def test_arrays_with_gaps_between_their_elements(llm):

@@ -108,3 +108,14 @@ def test_the_form_is_llama_cpp_s(tmp_path, llm):
     down = tensors["blk.0.ffn_down.weight.in_sum2"]
     assert (down.tensor_type.name, down.shape.tolist()) == ("F32", [hp.n_ff(0), 1])
     assert tensors["blk.0.ffn_down.weight.counts"].data.ravel().tolist() == [N_CTX]
+
+
+def test_neither_model_nor_text_is_overwritten(tmp_path, capsys):
+    model, text = tmp_path / "model.gguf", tmp_path / "text.txt"
+    model.write_bytes(MODEL.read_bytes())
+    text.write_text("Alice was beginning to get very tired of sitting by her sister on the bank. " * 20)
+    for out, what in ((model, "the model"), (text, "the text")):
+        before = out.read_bytes()
+        assert main(["imatrix", str(model), "-f", str(text), "-c", "16", "--chunks", "1", "-o", str(out)]) == 1
+        assert f"imatrix: the result must be another file than {what}" in capsys.readouterr().err
+        assert out.read_bytes() == before

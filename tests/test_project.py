@@ -136,6 +136,34 @@ def test_check_refuses_unknown_parts():
     assert done.returncode == 2 and "nonsense" in done.stderr
 
 
+def test_families_are_imported_by_many_threads_at_once():
+    """Each name is its function, never the file of its name or nothing; also after one was taken away."""
+    code = (
+        "import sys, threading\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "import ggjit as gg\n"
+        "import ggjit.ops as ops\n"
+        "names, wrong, start = list(ops.__all__), [], threading.Barrier(8)\n"
+        "def look(ith):\n"
+        "    start.wait()\n"
+        "    for name in names[ith::3] + names:\n"
+        "        try:\n"
+        "            function = getattr(gg if ith % 2 else ops, name)\n"
+        "            if type(function) is type(sys): wrong.append(name)\n"
+        "        except Exception as error:\n"
+        "            wrong.append((name, repr(error)))\n"
+        "threads = [threading.Thread(target=look, args=(i,)) for i in range(8)]\n"
+        "for t in threads: t.start()\n"
+        "for t in threads: t.join()\n"
+        "print(wrong)\n"
+        "del ops.rms_norm\n"
+        "print(ops.rms_norm.__name__, hasattr(gg, 'rms_norm'), getattr(gg, 'a.b', 5), getattr(ops, 'a.b', 6))\n"
+    )
+    for _ in range(3):
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert out.stdout == "[]\nrms_norm True 5 6\n", out.stdout + out.stderr
+
+
 def test_families_are_imported_when_they_are_used():
     """`import ggjit`, an op of one family, the file of another; what a file lists is what it has."""
     code = (

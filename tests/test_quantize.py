@@ -212,6 +212,14 @@ def test_needs_an_imatrix(model, mix, tmp_path):
             plan(file, mix, whole)
 
 
+def test_the_matrix_is_not_overwritten(model, tmp_path):
+    path = imatrix(tmp_path / "a.gguf", model)
+    before = (tmp_path / "a.gguf").read_bytes()
+    with pytest.raises(ValueError, match="the result must be another file than the importance matrix"):
+        quantize_model(model, path, "Q8_0", imatrix=path)
+    assert (tmp_path / "a.gguf").read_bytes() == before
+
+
 # ---- the command ----
 
 

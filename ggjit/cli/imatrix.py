@@ -26,9 +26,11 @@ def run(args: argparse.Namespace) -> int:
     """Compute the text and write the file; returns the exit status."""
     import ggjit as gg
     from ggjit.fetch import pull
+    from ggjit.gguf import check_another
     from ggjit.llm.imatrix import collect, write
 
     check_output(args.output)
+    check_another(args.output, args.file, "imatrix: the result", "the text")
     text, progress = read_text(args.file), sys.stderr.isatty()
 
     def show(done: int, total: int) -> None:
@@ -37,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
     path = pull(args.model, progress=progress)
     with gg.LLM(path, n_ctx=args.ctx, n_threads=args.threads, repack=args.repack, progress=progress) as llm:
+        for mapping in llm.model.file.mappings:
+            check_another(args.output, mapping.path, "imatrix: the result", "the model")
         model_options.warn_of_context(llm)
         found = collect(llm, text, args.ctx, args.chunks, process_output=args.process_output, progress=show)
     write(args.output, found, [args.file])

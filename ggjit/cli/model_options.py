@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='a device beside the CPU (all that are there); "process" starts a child process that stands for one, '
         "named process0, process1, ...",
     )  # fmt: skip
-    group.add_argument("--no-mmap", dest="mmap", action="store_false", help="read weights instead of mapping the file")
+    group.add_argument("--no-mmap", dest="mmap", action="store_false", help="read all weights instead of mapping them")
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -157,11 +158,19 @@ def run(args: argparse.Namespace) -> int:
     """Compile, print the table; 1 if a kernel does not compile."""
     cpu.compile_for(args.target)
     from ggjit import types
-    from ggjit.op import all_ops
+    from ggjit.op import all_ops, by_name
     from ggjit.ops.lib import float_panel
 
     every = [*float_panel.UNITS, *(t.name for t in types.all_types() if t.has_panel)]
     only_types, only_ops = args.type is not None and args.op is None, args.op is not None and args.type is None
+    try:
+        for name in args.op or ():
+            by_name(name)
+        for name in args.type or ():
+            types.by_name(name)
+    except ValueError as error:
+        print(f"cross-compile: {error}", file=sys.stderr)
+        return 1
     names = [types.by_name(name).name for name in ([] if only_ops else args.type or every)]
     of_ops = [] if only_types else [op.name for op in all_ops()] if args.every_op else args.op or OPS
     kernels = product_kernels(names) | ({} if only_types or only_ops else activation_kernels()) | op_kernels(of_ops)

@@ -15,7 +15,7 @@ from ggjit.errors import GgufError
 from ggjit.gguf.mapping import Mapping
 from ggjit.gguf.reader import GgufFile, Metadata, TensorInfo, ValueType
 from ggjit.gguf.strings import StringArray
-from ggjit.gguf.writer import GgufWriter
+from ggjit.gguf.writer import GgufWriter, check_another
 
 __all__ = [
     "GgufError",
@@ -26,6 +26,7 @@ __all__ = [
     "StringArray",
     "TensorInfo",
     "ValueType",
+    "check_another",
     "open",
 ]
 

@@ -37,7 +37,7 @@ from ggjit.gguf.reader import ALIGNMENT, MAX_DIMS, MAX_KEY, MAX_NAME, Metadata, 
 from ggjit.gguf.values import encode, string
 from ggjit.types import Type
 
-__all__ = ["GgufWriter", "new_file"]
+__all__ = ["GgufWriter", "check_another", "new_file"]
 
 VERSION = 3
 _PIECE = 16 << 20  # bytes given to the file at once
@@ -49,6 +49,16 @@ class _Tensor(NamedTuple):
     ne: tuple[int, ...]
     nbytes: int
     data: Any
+
+
+def check_another(out: str | os.PathLike[str], path: str | os.PathLike[str], what: str, than: str) -> None:
+    """Refuse to write what is made of a file over it, by whatever name.
+
+    Raises:
+        ValueError: both are the same file.
+    """
+    if os.path.exists(out) and os.path.exists(path) and os.path.samefile(path, out):
+        raise ValueError(f"{what} must be another file than {than}, got {os.fspath(out)!r}")
 
 
 @contextlib.contextmanager

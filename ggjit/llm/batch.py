@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from ggjit.llm import inputs
 _put = struct.Struct("=2i").pack_into
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Tokens to decode together.
 
@@ -47,9 +48,14 @@ class Batch:
 
         Raises:
             TypeError: the ids are no whole numbers.
-            ValueError: one does not fit 32 bits.
+            ValueError: a number does not fit 32 bits; `outputs` is something else.
         """
-        ids = np.asarray(tokens)
+        if outputs not in ("last", "all", "none"):
+            raise ValueError(f"Batch: outputs must be 'last', 'all' or 'none', got {outputs!r}")
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            raise TypeError("Batch: token ids must be a sequence of whole numbers, got sequences in it") from None
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(
                 f"Batch: token ids must be a sequence of whole numbers, got dtype {ids.dtype}, shape {ids.shape}"
@@ -57,6 +63,9 @@ class Batch:
         n = len(ids)
         if n and not -(1 << 31) <= ids.min() <= ids.max() < 1 << 31:
             raise ValueError(f"Batch: token ids must fit 32 bits, got {ids.min()} to {ids.max()}")
+        for name, low, high in (("positions", first, first + n), ("sequences", seq, seq)):
+            if not -(1 << 31) <= low <= high < 1 << 31:
+                raise ValueError(f"Batch: {name} must fit 32 bits, got {low} to {high}")
         output = np.full(n, outputs == "all")
         if outputs == "last" and n:
             output[-1] = True
@@ -85,6 +94,10 @@ class Batch:
         object.__setattr__(self, "n_tokens", lengths[0])
         object.__setattr__(self, "_words", np.array(words, np.int64))
         object.__setattr__(self, "address", self._words.ctypes.data)
+
+    def __reduce__(self) -> tuple[type[Batch], tuple[NDArray[Any], ...]]:
+        """Copies and other processes have arrays, and so addresses, of their own."""
+        return Batch, (self.tokens, self.pos, self.seq, self.output)
 
     def check(self, n_vocab: int) -> None:
         """Refuse ids that a model does not know, and positions and sequences that a cache uses for free cells.

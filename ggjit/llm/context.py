@@ -367,12 +367,16 @@ class DecodeContext:
                 overwrites them.
 
         Returns:
-            Logits of the tokens with `output` set, f32 [n, n_vocab]; f32 [n_vocab] without a copy.
+            Logits of the tokens with `output` set, f32 [n, n_vocab]; f32 [n_vocab] without a copy, [0] if the callback
+            stopped the run.
 
         Raises:
-            ValueError: a token id is out of range, or the cache is too full; nothing is computed then.
+            ValueError: a token id is out of range, the cache is too full, or there are no logits where they are wanted
+                without a copy; nothing is computed then.
         """
         cache, n_vocab, at = self.cache, self.model.n_vocab, 0
+        if not (copy or (batch.n_tokens and batch.output[-1])):
+            raise ValueError("decode: the last token must have output=True if logits are not copied, got none")
         if batch.n_tokens > self.n_ctx - cache.n_used:
             raise ValueError(
                 f"decode: tokens must fit the context of {self.n_ctx}, got {batch.n_tokens} with {cache.n_used} in use"
@@ -395,7 +399,9 @@ class DecodeContext:
             if copy and n_outputs:
                 results[at : at + n_outputs] = graph.result()
                 at += n_outputs
-        return results[:at] if copy else graph.last_result()
+        if copy:
+            return results[:at]
+        return graph.last_result() if done else np.empty(0, np.float32)
 
     def close(self) -> None:
         """Drop graphs and cache; computing is an error from here on."""

@@ -9,10 +9,12 @@ What a prompt shares with the tokens of the call before stays in the cache and i
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,8 @@ class LLM:
         n_ubatch: most tokens computed together.
         repack: pack weights into panels at load; without it kernels read the mapped file.
         progress: show progress bars, if stderr is a terminal.
-        mmap: use weights where the mapped file has them if that serves; without it all are read.
+        mmap: use weights where the mapped file has them if that serves; without it all are read. Metadata, as the
+            vocabulary, stay mapped: cutting the file short while it is in use ends the process, replacing it does not.
         mlock: keep weights from being paged out; a warning where the system forbids it.
         devices: beside the CPU, by default all that are there.
         n_gpu_layers: blocks on the devices, counted from the output, which counts as one; by default all.
@@ -59,6 +62,7 @@ class LLM:
     Raises:
         GgufError: the file is not sound.
         NotImplementedError: no code for its architecture or tokenizer is there.
+        TypeError: a parameter is no whole number.
         ValueError: a parameter is out of range.
     """
 
@@ -80,6 +84,10 @@ class LLM:
     ) -> None:
         from ggjit.threadpool import default_threads
 
+        numbers = {"n_ctx": n_ctx, "n_threads": n_threads, "n_ubatch": n_ubatch}
+        for name, value in numbers.items():
+            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+                raise TypeError(f"LLM: {name} must be a whole number, got {value!r}")
         soon(inputs.take, inputs.fill, choice.choose)  # what every token needs beside the graph
         cache_type = types.by_name(kv_type)
         n = default_threads() if n_threads is None else n_threads
@@ -395,6 +403,7 @@ class LLM:
             self._ids = []
             self.context.close()
             self.model.close()
+        gc.collect()  # tensors and contexts hold each other, and with them all weights
 
     def __enter__(self) -> LLM:
         return self

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
-from ggjit.gguf import GgufFile, GgufWriter, ValueType
+from ggjit.gguf import GgufFile, GgufWriter, ValueType, check_another
 from ggjit.gguf.reader import TensorInfo
 from ggjit.llm.imatrix_file import Imatrix, read_imatrix
 from ggjit.llm.quantize_mixes import NEEDS_IMATRIX, Choices, Mix, ModelFacts, TensorFacts, choose_types, find_mix
@@ -223,8 +223,9 @@ def quantize_model(
     matrix = None if imatrix is None else read_imatrix(imatrix)
     with GgufFile(path) as file:
         for mapping in file.mappings:
-            if os.path.exists(out) and os.path.samefile(mapping.path, out):
-                raise ValueError(f"quantize: the result must be another file than the model, got {os.fspath(out)!r}")
+            check_another(out, mapping.path, "quantize: the result", "the model")
+        if imatrix is not None:
+            check_another(out, imatrix, "quantize: the result", "the importance matrix")
         made = plan(file, type, matrix, choices, allow_requantize)
         _writer(out, file, made, n_threads, progress).write()
         return made
