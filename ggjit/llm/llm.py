@@ -84,7 +84,7 @@ class LLM:
     ) -> None:
         from ggjit.threadpool import default_threads
 
-        numbers = {"n_ctx": n_ctx, "n_threads": n_threads, "n_ubatch": n_ubatch}
+        numbers: dict[str, Any] = {"n_ctx": n_ctx, "n_threads": n_threads, "n_ubatch": n_ubatch}
         for name, value in numbers.items():
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
                 raise TypeError(f"LLM: {name} must be a whole number, got {value!r}")
