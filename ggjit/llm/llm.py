@@ -86,7 +86,7 @@ class LLM:
 
         numbers: dict[str, Any] = {"n_ctx": n_ctx, "n_threads": n_threads, "n_ubatch": n_ubatch}
         for name, value in numbers.items():
-            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
                 raise TypeError(f"LLM: {name} must be a whole number, got {value!r}")
         soon(inputs.take, inputs.fill, choice.choose)  # what every token needs beside the graph
         cache_type = types.by_name(kv_type)
