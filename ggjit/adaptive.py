@@ -13,11 +13,10 @@ import time
 from ggjit.program import Program
 from ggjit.threadpool import Pool
 
-EVERY = 4  # of so many runs one is judged: the process's CPU time is a call of the system
-LOOKS = 2  # runs judged one after the other before CPUs are said to be missing: the time of a running thread may be
-# counted at the system's ticks only, so that a run of a few milliseconds lacks half of it and the next has too much
+EVERY = 4  # of so many runs one is judged: the threads' CPU times are calls of the system
+LOOK_NS = 20_000_000  # threads' time of runs judged one after the other before CPUs are said to be missing
 JUDGED_NS = 1_000_000  # shorter runs say nothing about other processes
-BUSY = 0.8  # share of the threads' time that the process spends on a CPU when it has the CPUs to itself
+BUSY = 0.8  # share of their time that the threads spend on a CPU when they have the CPUs to themselves
 PERIOD_NS = 20_000_000, 640_000_000  # time for which the faster way is kept: at first, and at most (doubled each time)
 
 
@@ -36,7 +35,7 @@ class Adaptive:
         self._until = 0  # time until which the way is kept
         self._period = PERIOD_NS[0]
         self._shared_ns = self._alone_ns = 0  # wall times of the last runs that were compared
-        self._looks = self._cpu_ns = self._threads_ns = 0  # of runs judged one after the other
+        self._cpu_ns = self._threads_ns = 0  # of runs judged one after the other
 
     def run(self, pool: Pool) -> tuple[int, int] | None:
         """Run the whole program; see `Pool.execute`."""
@@ -54,24 +53,23 @@ class Adaptive:
         self._unjudged += 1
         if self._unjudged < EVERY and not self.is_alone:
             return pool.execute(*job)
-        cpu = time.process_time_ns()
+        cpu = pool.cpu_ns()
         failed = pool.execute(*job)
         wall = time.perf_counter_ns() - start
         if wall >= JUDGED_NS:
             self._unjudged = 0
-            self._cpu_ns += time.process_time_ns() - cpu
+            self._cpu_ns += pool.cpu_ns() - cpu
             self._threads_ns += pool.n_threads * wall
             self._judge(start, wall)
         return failed
 
     def _judge(self, start: int, wall: int) -> None:
         """Choose the way of the next run after one with all threads."""
-        self._looks += 1
         is_busy = self._cpu_ns >= BUSY * self._threads_ns
-        if not (is_busy or self.is_alone or self._looks == LOOKS):
+        if not (is_busy or self.is_alone or self._threads_ns >= LOOK_NS):
             self._unjudged = EVERY - 1
             return
-        self._looks = self._cpu_ns = self._threads_ns = 0
+        self._cpu_ns = self._threads_ns = 0
         if is_busy:
             self.is_alone, self._period = False, PERIOD_NS[0]
             return

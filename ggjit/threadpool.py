@@ -26,9 +26,10 @@ from ggjit.jit import compile_all, words
 from ggjit.parallel_compile import WORKER
 from ggjit.shared_state import ABORT, FAILURES, IDLE_SPINS, JOB, LAST, PARKED, SPINS, WAIT_KIND
 
-BARRIER_SPIN_NS = (
-    10_000  # longer is paid at every barrier when threads share a core, shorter sleeps over small differences
-)
+# Longer is paid at every barrier when threads share a core. Shorter lets threads sleep over small differences, and
+# where waking takes long (an idle CPU of a virtual machine) each then makes the other one sleep: with 10 us a prompt
+# of 128 tokens after a pause takes half as long again.
+BARRIER_SPIN_NS = 200_000
 IDLE_SPIN_NS = 500_000
 MAX_THREADS = 512
 _STOP = -1
@@ -110,6 +111,8 @@ class Pool:
         ]
         for thread in self._threads:
             thread.start()
+        clock_of = getattr(time, "pthread_getcpuclockid", None)
+        self._clocks: list[int] = [] if clock_of is None else [clock_of(thread.ident) for thread in self._threads]
 
     def _serve(self, state_words: NDArray[np.int64], ith: int) -> None:
         state, job = state_words.ctypes.data, 0
@@ -140,6 +143,16 @@ class Pool:
             if result == program.FAILURE:
                 return self._failure()
         raise program.Aborted(f"program: stopped by abort, got rows {first} to {last} only in part")
+
+    def cpu_ns(self) -> int:
+        """CPU time that the calling thread and the workers have had.
+
+        Each thread is asked: of the process as a whole the system may know it at its ticks only, and not what threads
+        that run have had since.
+        """
+        if not self._clocks:
+            return time.process_time_ns()
+        return time.thread_time_ns() + sum(map(time.clock_gettime_ns, self._clocks))
 
     def _publish_and_run(self, state: int, rows: int, first: int, last: int, times: int) -> int:
         """What `program.execute` does, where workers wait in Python."""
