@@ -13,6 +13,7 @@ is whole and its checksum is right, so that nothing partial stays behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import os
@@ -82,17 +83,25 @@ def pull(name: str | os.PathLike[str], progress: bool = True) -> Path:
         The path of the file.
 
     Raises:
+        TypeError: the name is no text.
         ValueError: nothing has that name.
+        FileNotFoundError: a path (it has a slash, or ends in .gguf) leads to no file.
         OSError: the download fails, or what came is not what was meant.
         ModuleNotFoundError: a package that the source needs is missing.
     """
-    text = os.fspath(name)
-    if os.path.isfile(text):
+    text = name if isinstance(name, str) else os.fspath(name) if isinstance(name, os.PathLike) else None
+    if not isinstance(text, str):
+        raise TypeError(f"pull: the model must be a str or a path, got {name!r}")
+    is_folder = os.path.isdir(text)
+    if os.path.exists(text) and not is_folder:
         return Path(text)
     progress = progress and sys.stderr.isatty()
     if text.startswith("hf:"):
         return _pull_hub(text, progress)
     model = MODELS.get(text.lower())
+    if model is None and (is_folder or Path(text).name != text or text.lower().endswith(".gguf")):
+        error = errno.EISDIR if is_folder else errno.ENOENT
+        raise OSError(error, os.strerror(error), text)
     if model is None:
         known = f"a file, hf:owner/repo/file.gguf or one of {sorted(MODELS)}"
         raise ValueError(f"pull: the model must be {known}, got {text!r}")

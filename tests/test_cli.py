@@ -73,6 +73,20 @@ def test_numbers_are_checked(capsys, words, low):
     assert f"must be a whole number of at least {low}, got " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["run MODEL -p x", "inspect MODEL", "inspect MODEL --memory", "quantize MODEL out.gguf Q8_0", "warmup MODEL",
+     "imatrix MODEL -f TEXT -o out.gguf", "perplexity MODEL -f TEXT -c 64", "bench llm MODEL", "profile MODEL",
+     "pull MODEL"],
+)  # fmt: skip
+@pytest.mark.parametrize("model", ["missing.gguf", "no/such/model"])
+def test_a_model_that_is_not_there_is_named(capsys, tmp_path, words, model):
+    text = tmp_path / "text"
+    text.write_text("some words", "utf-8")
+    assert cli.main(words.replace("MODEL", model).replace("TEXT", str(text)).split()) == 1
+    assert capsys.readouterr().err == f"ggjit: error: {model}: No such file or directory\n"
+
+
 def test_unknown_command():
     with pytest.raises(SystemExit) as stop:
         cli.main(["nonsense"])

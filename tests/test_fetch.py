@@ -66,11 +66,31 @@ def test_the_default_model():
     assert model.sha256 == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-@pytest.mark.parametrize("name", ["nothing", "missing.gguf", "hf:owner/repo", "hf:owner/repo/a.bin", "hf:o/../a.gguf"])
+@pytest.mark.parametrize("name", ["nothing", "hf:owner/repo", "hf:owner/repo/a.bin", "hf:o/../a.gguf"])
 def test_wrong_names(name, cache):
     with pytest.raises(ValueError, match=r"^pull: .* must be .*, got '"):
         pull(name)
     assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.gguf", "MISSING.GGUF", "a/b", "./smollm2", "/nowhere/a.gguf", Path("a/b.gguf")]
+)
+def test_a_path_to_nothing_is_named(name):
+    with pytest.raises(FileNotFoundError) as raised:
+        pull(name)
+    assert raised.value.filename == str(name) and "pull" not in str(raised.value)
+
+
+def test_a_folder_is_no_model(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        pull(tmp_path)
+
+
+@pytest.mark.parametrize("name", [5, None, b"a.gguf", ["a.gguf"]])
+def test_a_name_is_text(name):
+    with pytest.raises(TypeError, match="^pull: the model must be a str or a path, got "):
+        pull(name)
 
 
 def test_wheel_once(wheel, cache, monkeypatch):
