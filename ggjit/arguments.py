@@ -1,5 +1,7 @@
 """Builders say which argument is of the wrong kind: `add: b must be a Tensor, got None`.
 
+Other functions check what they are given before they do anything (`check_kinds`).
+
 Nothing is checked before a builder runs, since a graph's nodes take 3 to 4 us each to make. When one raises, its
 arguments are compared with its annotations, and what does not fit them is the error.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,43 @@ import numpy as np
 from ggjit.tensor import Tensor
 from ggjit.types import Type
 
+_WIDTH = 60  # characters of a value in an error
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "Tensor": (Tensor, "a Tensor"),
     "Type": (Type, "a Type such as gg.F32"),
     "int": (numbers.Integral, "an int"),
     "float": (numbers.Real, "a number"),
 }
+
+
+def check_kinds(where: str, kinds: type | tuple[type, ...], must: str, **values: Any) -> None:
+    """Check what a function is given.
+
+    Args:
+        where: the function.
+        kinds: what a value must be an instance of; True and False are no numbers.
+        must: the same in words.
+        values: arguments by their names.
+
+    Raises:
+        TypeError: a value is of another kind.
+    """
+    for name, value in values.items():
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{where}: {name} must be {must}, got {_shown(value)}")
+
+
+def check_texts(where: str, must: str, **values: Any) -> None:
+    """Check lists of texts, as `check_kinds` does."""
+    for name, value in values.items():
+        many = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+        if not many or not all(isinstance(one, str) for one in value):
+            raise TypeError(f"{where}: {name} must be {must}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
 
 
 def checked(builder: Callable[..., Any]) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ def test_a_folder_is_no_model(tmp_path):
 
 @pytest.mark.parametrize("name", [5, None, b"a.gguf", ["a.gguf"]])
 def test_a_name_is_text(name):
-    with pytest.raises(TypeError, match="^pull: the model must be a str or a path, got "):
+    with pytest.raises(TypeError, match=r"^pull: the model must be a str or a path, got "):
         pull(name)
 
 

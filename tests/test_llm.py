@@ -12,6 +12,8 @@ import pytest
 import ggjit as gg
 from ggjit.dev.cases import nmse
 from ggjit.gguf import GgufFile
+from ggjit.llm.context import DecodeContext
+from ggjit.llm.memory import estimate
 
 MODELS = Path(__file__).parent / "data" / "models"
 # (file, largest difference of logits, NMSE of traces): what rounding the activations as llama.cpp does may cost
@@ -205,6 +207,88 @@ def test_parameters_of_generate_are_checked(llm):
     assert both[0] == both[1]
 
 
+KINDS = {
+    "prompt": "a text or token ids",
+    "max_tokens": "a whole number or None",
+    "stop": "a text or a list of texts",
+    "on_token": "callable or None",
+    "temperature": "a number",
+    "top_k": "a whole number",
+    "top_p": "a number",
+    "min_p": "a number",
+    "seed": "a whole number",
+}
+WRONG = [5, 2.5, "x", b"x", [5], ["x"], {}, None, True, gg.F16]
+RIGHT = {
+    "prompt": ("x", b"x", [5]), "max_tokens": (5, None), "stop": ("x", ["x"]), "on_token": (None,), "seed": (5, None),
+    "top_k": (5,), "temperature": (5, 2.5), "top_p": (5, 2.5), "min_p": (5, 2.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_arguments_of_generate_are_of_a_kind(llm, name):
+    wrong = [value for value in WRONG if not any(value is right or value == right for right in RIGHT[name])]
+    for value in [*wrong, np.zeros(2), True]:
+        with pytest.raises(TypeError) as raised:
+            llm.generate(**{"prompt": "x", name: value})
+        if name == "prompt" and isinstance(value, (list, np.ndarray)):
+            assert str(raised.value).startswith("generate: token ids must be a sequence of whole numbers, got dtype")
+        else:
+            assert str(raised.value).split(": ", 1)[1] == f"{name} must be {KINDS[name]}, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda llm: llm.tokens([1], 2.5, gg.llm.Sampler(0)),
+         "generate: max_tokens must be a whole number or None, got 2.5"),
+        (lambda llm: llm.raw_tokens([1], 2, None), "generate: sampler must be a Sampler, got None"),
+        (lambda llm: llm.tokens("x", 2, gg.llm.Sampler(0)),
+         "generate: token ids must be a sequence of whole numbers, got dtype"),
+        (lambda llm: llm.logits([1], first=1.0), "logits: first must be a whole number, got 1.0"),
+        (lambda llm: llm.trace([1], "l_out-0"), "trace: names must be a list of texts, got 'l_out-0'"),
+        (lambda llm: llm.trace(5, ["l_out-0"]), "trace: token ids must be a sequence of whole numbers, got dtype"),
+        (lambda llm: llm.tokenize(5), "tokenize: text must be str or bytes, got 5"),
+        (lambda llm: llm.detokenize(5), "detokenize: ids must be token ids, got 5"),
+        (lambda llm: llm.detokenize([1.5]), "tokenizer: id must be a whole number, got 1.5"),
+        (lambda llm: llm.chat("hello"), "chat: messages must be a list of messages, got 'hello'"),
+        (lambda llm: llm.chat({"role": "user"}), "chat: messages must be a list of messages, got {'role': 'user'}"),
+        (lambda llm: llm.chat(["hello"]), "chat: messages[0] must be a mapping with role and content, got 'hello'"),
+        (lambda llm: gg.LLM(5), "GgufFile: path must be a str or a path, got 5"),
+        (lambda llm: gg.LLM(b"x.gguf"), "GgufFile: path must be a str or a path, got b'x.gguf'"),
+        (lambda llm: estimate(None), "GgufFile: path must be a str or a path, got None"),
+        (lambda llm: estimate(llm.model.path, n_ctx=2.5), "estimate: n_ctx must be a whole number, got 2.5"),
+        (lambda llm: DecodeContext(llm.model, 64, 1.0), "DecodeContext: n_threads must be a whole number, got 1.0"),
+    ],
+)  # fmt: skip
+def test_arguments_of_other_calls_are_of_a_kind(llm, call, text):
+    with pytest.raises(TypeError) as raised:
+        call(llm)
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize("kv_type", [gg.F32, "f32", "F32"])
+def test_the_cache_type_is_a_type_or_its_name(kv_type):
+    with load("llama-headdim", kv_type=kv_type) as llm:
+        assert llm.context.cache.type is gg.F32
+        assert llm.context.memory()["cpu"].kv == estimate(llm.model.path, n_ctx=256, kv_type=kv_type).devices["cpu"].kv
+
+
+@pytest.mark.parametrize("kv_type", [gg.Q8_0, "q8_0", "f15", 5, None, ["f16"]])
+def test_other_cache_types_are_refused(llm, kv_type):
+    kind = ValueError if isinstance(kv_type, (str, gg.Type)) else TypeError
+    calls = {
+        "LLM": lambda: load("llama-headdim", kv_type=kv_type),
+        "estimate": lambda: estimate(llm.model.path, kv_type=kv_type),
+        "DecodeContext": lambda: DecodeContext(llm.model, 64, 1, kv_type),
+    }
+    for where, call in calls.items():
+        with pytest.raises(kind) as raised:
+            call()
+        want = f"{where}: kv_type must be f16 or f32, as a type or by its name, got {kv_type!r}"
+        assert str(raised.value) == want
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_can_use_a_model_that_another_thread_was_using(llm):
     llm.logits([1, 2])
@@ -225,8 +309,6 @@ def fork_and_generate(llm):
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="kv_type must be f16 or f32"):
-        load("llama-headdim", kv_type="q8_0")
     with pytest.raises(ValueError, match="must be positive"):
         load("llama-headdim", n_ubatch=0)
 

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.arguments import check_kinds
 from ggjit.counts import counted
 from ggjit.errors import GgufError
 from ggjit.gguf.mapping import Mapping
@@ -424,9 +425,11 @@ class GgufFile:
     Raises:
         GgufError: the file does not hold what the format demands, or a part is missing.
         OSError: it cannot be opened.
+        TypeError: the path is none.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_kinds("GgufFile", (str, os.PathLike), "a str or a path", path=path)
         paths = split_paths(os.fspath(path))
         parts = [_Part(paths[0], 0)]
         paths = check_split(parts[0].kv, paths)

@@ -15,6 +15,22 @@ from ggjit.llm import inputs
 _put = struct.Struct("=2i").pack_into
 
 
+def token_ids(where: str, tokens: Sequence[int]) -> NDArray[Any]:
+    """Token ids as an array of whole numbers, [n].
+
+    Raises:
+        TypeError: they are something else.
+    """
+    must = f"{where}: token ids must be a sequence of whole numbers"
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        raise TypeError(f"{must}, got sequences in it") from None
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(f"{must}, got dtype {ids.dtype}, shape {ids.shape}")
+    return ids
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Tokens to decode together.
@@ -52,14 +68,7 @@ class Batch:
         """
         if outputs not in ("last", "all", "none"):
             raise ValueError(f"Batch: outputs must be 'last', 'all' or 'none', got {outputs!r}")
-        try:
-            ids = np.asarray(tokens)
-        except ValueError:
-            raise TypeError("Batch: token ids must be a sequence of whole numbers, got sequences in it") from None
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise TypeError(
-                f"Batch: token ids must be a sequence of whole numbers, got dtype {ids.dtype}, shape {ids.shape}"
-            )
+        ids = token_ids("Batch", tokens)
         n = len(ids)
         if n and not -(1 << 31) <= ids.min() <= ids.max() < 1 << 31:
             raise ValueError(f"Batch: token ids must fit 32 bits, got {ids.min()} to {ids.max()}")

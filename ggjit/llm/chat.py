@@ -16,6 +16,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ggjit.arguments import check_kinds
+
 if TYPE_CHECKING:
     import jinja2
 
@@ -102,9 +104,14 @@ def render(
         The text.
 
     Raises:
+        TypeError: the messages are no mappings.
         ValueError: the model has no template, or it refuses the conversation.
         ModuleNotFoundError: Jinja is not installed.
     """
+    texts = (str, bytes)  # sequences too, but no lists
+    check_kinds("chat", () if isinstance(messages, texts) else Sequence, "a list of messages", messages=messages)
+    for i, message in enumerate(messages):
+        check_kinds("chat", Mapping, "a mapping with role and content", **{f"messages[{i}]": message})
     if not tokenizer.chat_template:
         raise ValueError(
             "chat: the model must have a chat template (tokenizer.chat_template), got none; use a plain prompt"

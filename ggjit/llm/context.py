@@ -8,6 +8,7 @@ outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 
 from ggjit import ops, types
 from ggjit.alloc import GraphAllocator
+from ggjit.arguments import check_kinds
 from ggjit.backend import Buffer, BufferType, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
 from ggjit.counts import counted
 from ggjit.graph import Graph, graph_overhead
 from ggjit.llm import inputs
 from ggjit.llm.batch import Batch
-from ggjit.llm.kv_cache import PAD, KVCache
+from ggjit.llm.kv_cache import PAD, KVCache, cache_type
 from ggjit.lower import Executable, Scratch, lower, scratch_size
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
@@ -227,7 +229,7 @@ class DecodeContext:
         model: the weights.
         n_ctx: tokens the cache holds (rounded up to a multiple of 256).
         n_threads: that compute.
-        kv_type: of the cache, F16 or F32.
+        kv_type: of the cache, F16 or F32: the type or its name.
         n_ubatch: most tokens computed together.
 
     Attributes:
@@ -236,19 +238,20 @@ class DecodeContext:
         reserved: nodes and splits of the graphs of a prompt and of one token, once memory is reserved.
 
     Raises:
+        TypeError: an argument is of the wrong kind.
         ValueError: a size is not positive, or the cache type is none of the two.
     """
 
     def __init__(
-        self, model: Model, n_ctx: int, n_threads: int, kv_type: Type = types.F16, n_ubatch: int = N_UBATCH
+        self, model: Model, n_ctx: int, n_threads: int, kv_type: Type | str = types.F16, n_ubatch: int = N_UBATCH
     ) -> None:
+        kv_type = cache_type("DecodeContext", kv_type)
+        check_kinds("DecodeContext", Integral, "a whole number", n_ctx=n_ctx, n_threads=n_threads, n_ubatch=n_ubatch)
         if n_ctx < 1 or n_ubatch < 1 or n_threads < 1:
             raise ValueError(
                 f"DecodeContext: n_ctx, n_ubatch and n_threads must be positive, "
                 f"got {n_ctx}, {n_ubatch} and {n_threads}"
             )
-        if kv_type not in (types.F16, types.F32):
-            raise ValueError(f"DecodeContext: kv_type must be f16 or f32, got {kv_type.name.lower()}")
         self.model, self.n_threads, self.n_ubatch, self.n_ctx = model, n_threads, n_ubatch, n_ctx
         self.cache = self._new_cache(kv_type)
         self.allocator = (_UnbackedAllocator if model.no_alloc else _Allocator)(host_buffer_type())

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ggjit import types
 from ggjit.backend import Buffer, BufferType, NewBuffer, alloc_ctx_tensors, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
 from ggjit.llm import inputs
@@ -21,6 +22,20 @@ from ggjit.types import Type
 
 SMALL = 16 << 20  # bytes of a layer's keys below which a large page would hold many cells that nobody has reached
 PAD = 256  # graphs see the cache's first PAD * 2^k cells
+
+
+def cache_type(where: str, kv_type: Type | str) -> Type:
+    """The type of a cache's keys and values, given by itself or by its name.
+
+    Raises:
+        TypeError: what is given is neither.
+        ValueError: no cache has that type.
+    """
+    for type in (types.F16, types.F32):
+        if kv_type is type or (isinstance(kv_type, str) and kv_type.upper() == type.name):
+            return type
+    error = ValueError if isinstance(kv_type, (Type, str)) else TypeError
+    raise error(f"{where}: kv_type must be f16 or f32, as a type or by its name, got {kv_type!r}")
 
 
 class KVCache:

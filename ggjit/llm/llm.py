@@ -15,18 +15,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.arguments import check_kinds, check_texts
 from ggjit.backend import devices as all_devices
 from ggjit.jit import soon
 from ggjit.llm import choice, inputs
-from ggjit.llm.batch import Batch, NextToken
+from ggjit.llm.batch import Batch, NextToken, token_ids
 from ggjit.llm.context import N_UBATCH, DecodeContext
+from ggjit.llm.kv_cache import cache_type
 from ggjit.llm.model import Model
 from ggjit.llm.sampling import Sampler
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ggjit.backend import Device
     from ggjit.llm.tokenizer import Tokenizer
     from ggjit.tensor import Tensor
+    from ggjit.types import Type
 
 Message = Mapping[str, str]
 _living: weakref.WeakSet[LLM] = weakref.WeakSet()
@@ -48,7 +51,7 @@ class LLM:
         path: GGUF file.
         n_ctx: tokens of context, by default the smaller of the model's and 4096.
         n_threads: by default as many as the process may use.
-        kv_type: of the KV cache, "f16" or "f32".
+        kv_type: of the KV cache, F16 or F32: the type or its name.
         n_ubatch: most tokens computed together.
         repack: pack weights into panels at load; without it kernels read the mapped file.
         progress: show progress bars, if stderr is a terminal.
@@ -62,7 +65,7 @@ class LLM:
     Raises:
         GgufError: the file is not sound.
         NotImplementedError: no code for its architecture or tokenizer is there.
-        TypeError: a parameter is no whole number.
+        TypeError: a parameter is of the wrong kind.
         ValueError: a parameter is out of range.
     """
 
@@ -72,7 +75,7 @@ class LLM:
         *,
         n_ctx: int | None = None,
         n_threads: int | None = None,
-        kv_type: str = "f16",
+        kv_type: Type | str = types.F16,
         n_ubatch: int = N_UBATCH,
         repack: bool = True,
         progress: bool = True,
@@ -84,12 +87,10 @@ class LLM:
     ) -> None:
         from ggjit.threadpool import default_threads
 
-        numbers: dict[str, Any] = {"n_ctx": n_ctx, "n_threads": n_threads, "n_ubatch": n_ubatch}
-        for name, value in numbers.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-                raise TypeError(f"LLM: {name} must be a whole number, got {value!r}")
+        check_kinds("LLM", Integral, "a whole number", n_ubatch=n_ubatch)
+        check_kinds("LLM", (Integral, NoneType), "a whole number", n_ctx=n_ctx, n_threads=n_threads)
+        kv_type = cache_type("LLM", kv_type)
         soon(inputs.take, inputs.fill, choice.choose)  # what every token needs beside the graph
-        cache_type = types.by_name(kv_type)
         n = default_threads() if n_threads is None else n_threads
         others = all_devices()[:-1] if devices is None else devices
         self.model = Model(
@@ -97,7 +98,7 @@ class LLM:
             n_gpu_layers=n_gpu_layers, overrides=overrides,
         )  # fmt: skip
         n_ctx = self.model.hparams.default_n_ctx if n_ctx is None else n_ctx
-        self.context = DecodeContext(self.model, n_ctx, n, cache_type, n_ubatch)
+        self.context = DecodeContext(self.model, n_ctx, n, kv_type, n_ubatch)
         self._tokenizer: Tokenizer | None = None
         self._ids: list[int] = []  # what the cache holds
         self._lock = threading.RLock()
@@ -119,7 +120,7 @@ class LLM:
             return self._tokenizer
 
     def tokenize(self, text: str | bytes, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Ids of a text."""
+        """Ids of a text; see `Tokenizer.tokenize`."""
         return self.tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
@@ -141,8 +142,10 @@ class LLM:
             first: leave those after the tokens before this position away.
 
         Raises:
+            TypeError: an id, or `first`, is no whole number.
             ValueError: an id is out of range, the sequence is longer than the context, or `first` is negative.
         """
+        check_kinds("logits", Integral, "a whole number", first=first)
         if first < 0:
             raise ValueError(f"logits: first must not be negative, got {first}")
         with self._lock:
@@ -194,8 +197,11 @@ class LLM:
 
         Raises:
             KeyError: the graph has no node of a name.
+            TypeError: `ids` are no whole numbers, or `names` no texts.
             ValueError: more tokens than one ubatch holds.
         """
+        check_texts("trace", "a list of texts", names=names)
+        ids = token_ids("trace", ids).tolist()
         if len(ids) > self.context.n_ubatch:
             raise ValueError(f"trace: tokens must fit a ubatch of {self.context.n_ubatch}, got {len(ids)}")
         wanted, found = set(names), {}
@@ -245,24 +251,18 @@ class LLM:
             An iterator of pieces of text. It ends at an end token, a stop text, `max_tokens` or the context's end.
 
         Raises:
+            TypeError: an argument is of the wrong kind.
             ValueError: the prompt is empty or longer than the context, or a parameter is out of range.
             RuntimeError: another call used the model in between.
         """
         sampler = Sampler(temperature, top_k, top_p, min_p, seed)
-        ids = self.tokenize(prompt) if isinstance(prompt, (str, bytes)) else list(prompt)
-        self._check_prompt(ids)
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        check_kinds("generate", (str, bytes, Sequence, np.ndarray), "a text or token ids", prompt=prompt)
+        stops = (stop,) if isinstance(stop, str) else stop
+        check_texts("generate", "a text or a list of texts", stop=stops)
         if "" in stops:
             raise ValueError("generate: a stop text must not be empty, got ''; leave it away")
-        if max_tokens is not None and max_tokens < 0:
-            raise ValueError(f"generate: max_tokens must not be negative, got {max_tokens}")
+        ids = self.tokenize(prompt) if isinstance(prompt, (str, bytes)) else prompt
         return self._pieces(self.tokens(ids, max_tokens, sampler, on_token), stops)
-
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise ValueError("generate: the prompt must have at least one token, got none")
-        if len(ids) > self.n_ctx:
-            raise ValueError(f"generate: the prompt must fit the context of {self.n_ctx} tokens, got {len(ids)}")
 
     def n_shared(self, ids: Sequence[int]) -> int:
         """How many of the first tokens of a prompt are in the cache already and will not be computed again."""
@@ -277,15 +277,35 @@ class LLM:
         on_token: Callable[[int], Any] | None = None,
     ) -> Iterator[int]:
         """Generate ids; an end token ends the iterator and is not part of it."""
-        return self._generate(ids, max_tokens, sampler, on_token, self.tokenizer.eog)
+        return self._begin_generation(ids, max_tokens, sampler, on_token, self.tokenizer.eog)
 
     def raw_tokens(self, ids: Sequence[int], max_tokens: int | None, sampler: Sampler) -> Iterator[int]:
         """Generate ids, end tokens too."""
-        return self._generate(ids, max_tokens, sampler, None, frozenset())
+        return self._begin_generation(ids, max_tokens, sampler, None, frozenset())
+
+    def _begin_generation(
+        self,
+        ids: Sequence[int],
+        max_tokens: int | None,
+        sampler: Sampler,
+        on_token: Callable[[int], Any] | None,
+        last: frozenset[int],
+    ) -> Iterator[int]:
+        check_kinds("generate", (Integral, NoneType), "a whole number or None", max_tokens=max_tokens)
+        check_kinds("generate", Callable, "a Sampler", sampler=sampler)  # type: ignore[arg-type]
+        check_kinds("generate", (Callable, NoneType), "callable or None", on_token=on_token)  # type: ignore[arg-type]
+        prompt = token_ids("generate", ids).tolist()
+        if not prompt:
+            raise ValueError("generate: the prompt must have at least one token, got none")
+        if len(prompt) > self.n_ctx:
+            raise ValueError(f"generate: the prompt must fit the context of {self.n_ctx} tokens, got {len(prompt)}")
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"generate: max_tokens must not be negative, got {max_tokens}")
+        return self._generate(prompt, max_tokens, sampler, on_token, last)
 
     def _generate(
         self,
-        ids: Sequence[int],
+        ids: list[int],
         max_tokens: int | None,
         sampler: Sampler,
         on_token: Callable[[int], Any] | None,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from ggjit import types
+from ggjit.arguments import check_kinds
 
 if TYPE_CHECKING:
     from ggjit.backend import Device
+    from ggjit.types import Type
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def estimate(
     *,
     n_ctx: int | None = None,
     n_threads: int | None = None,
-    kv_type: str = "f16",
+    kv_type: Type | str = types.F16,
     n_ubatch: int | None = None,
     repack: bool = True,
     mmap: bool = True,
@@ -74,12 +78,17 @@ def estimate(
     Raises:
         GgufError: the file is not sound.
         NotImplementedError: the architecture is not there.
+        TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range.
     """
     from ggjit.llm.context import N_UBATCH, DecodeContext
+    from ggjit.llm.kv_cache import cache_type
     from ggjit.llm.model import Model
     from ggjit.threadpool import default_threads
 
+    given = {"n_ctx": n_ctx, "n_threads": n_threads, "n_ubatch": n_ubatch}
+    check_kinds("estimate", (Integral, NoneType), "a whole number", **given)
+    kv_type = cache_type("estimate", kv_type)
     n = default_threads() if n_threads is None else n_threads
     model = Model(
         path, n_threads=n, repack=repack, progress=False, mmap=mmap, devices=devices, n_gpu_layers=n_gpu_layers,
@@ -88,7 +97,7 @@ def estimate(
     try:
         n_ctx = model.hparams.default_n_ctx if n_ctx is None else n_ctx
         n_ubatch = N_UBATCH if n_ubatch is None else n_ubatch
-        context = DecodeContext(model, n_ctx, n, types.by_name(kv_type), n_ubatch)
+        context = DecodeContext(model, n_ctx, n, kv_type, n_ubatch)
         if not context.reserved:
             context.reserve()
         return Estimate(context.memory(), model.mapped_nbytes, n_ctx, n_ubatch, context.reserved)

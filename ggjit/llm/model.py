@@ -64,8 +64,8 @@ class Model:
         overrides: Mapping[str, Device | str] | None = None,
         no_alloc: bool = False,
     ) -> None:
-        self.path, self.no_alloc = os.fspath(path), no_alloc
         self.file = GgufFile(path)
+        self.path, self.no_alloc = os.fspath(path), no_alloc
         cls = models.get(architecture_of(self.file))
         self.hparams = Hparams(self.file)
         if self.hparams.n_layer > len(self.file.tensors):  # before anything is made for each block

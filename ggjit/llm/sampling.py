@@ -8,20 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ggjit.arguments import check_kinds
 from ggjit.llm import choice
 
 _AHEAD = 64  # random numbers drawn at a time
-
-
-def _check_kinds(kind: type, what: str, **values: Any) -> None:
-    for name, value in values.items():
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"Sampler: {name} must be {what}, got {value!r}")
 
 
 class Sampler:
@@ -41,8 +35,8 @@ class Sampler:
 
     def __init__(self, temperature: float = 0.8, top_k: int = 40, top_p: float = 0.95, min_p: float = 0.05,
                  seed: int | None = None) -> None:  # fmt: skip
-        _check_kinds(Real, "a number", temperature=temperature, top_p=top_p, min_p=min_p)
-        _check_kinds(Integral, "a whole number", top_k=top_k, seed=0 if seed is None else seed)
+        check_kinds("Sampler", Real, "a number", temperature=temperature, top_p=top_p, min_p=min_p)
+        check_kinds("Sampler", Integral, "a whole number", top_k=top_k, seed=0 if seed is None else seed)
         for name, value, low, high in (
             ("temperature", temperature, 0.0, np.finfo(float).max),
             ("top_k", top_k, 0, np.inf),

@@ -13,8 +13,10 @@ from __future__ import annotations
 import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Protocol
 
+from ggjit.arguments import check_kinds
 from ggjit.counts import counted
 from ggjit.gguf import GgufFile
 from ggjit.llm.bpe import BYTE_OF, BpeMerger
@@ -129,6 +131,7 @@ class Tokenizer:
         return attr | UNUSED if attr & CONTROL and b"unused" in self.vocab.text(id) else attr
 
     def _check(self, id: int) -> int:
+        check_kinds("tokenizer", Integral, "a whole number", id=id)
         if not 0 <= id < self.n_vocab:
             raise IndexError(f"tokenizer: id must be in [0, {self.n_vocab}), got {id}")
         return id
@@ -143,7 +146,11 @@ class Tokenizer:
 
         Returns:
             The ids.
+
+        Raises:
+            TypeError: the text is neither.
         """
+        check_kinds("tokenize", (str, bytes, bytearray, memoryview), "str or bytes", text=text)
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
         if parse_special not in self._special:
             self._special[parse_special] = SpecialTokens(self.vocab, parse_special)
@@ -200,6 +207,7 @@ class Tokenizer:
         self, ids: Iterable[int], remove_special: bool = False, unparse_special: bool = False
     ) -> bytes:
         """As `detokenize`, without decoding."""
+        check_kinds("detokenize", Iterable, "token ids", ids=ids)
         ids = list(ids)
         strip = self.add_space_prefix
         if remove_special and self.add_bos and ids and ids[0] == self.bos:
@@ -225,6 +233,10 @@ class Tokenizer:
 
         Returns:
             The text.
+
+        Raises:
+            IndexError: there is no such token.
+            TypeError: an id is no whole number.
         """
         return self.detokenize_bytes(ids, remove_special, unparse_special).decode("utf-8", "replace")
 
