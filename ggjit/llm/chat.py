@@ -108,8 +108,9 @@ def render(
         ValueError: the model has no template, or it refuses the conversation.
         ModuleNotFoundError: Jinja is not installed.
     """
-    texts = (str, bytes)  # sequences too, but no lists
-    check_kinds("chat", () if isinstance(messages, texts) else Sequence, "a list of messages", messages=messages)
+    given: Any = messages
+    is_text = isinstance(given, (str, bytes))  # a sequence too
+    check_kinds("chat", () if is_text else Sequence, "a list of messages", messages=given)
     for i, message in enumerate(messages):
         check_kinds("chat", Mapping, "a mapping with role and content", **{f"messages[{i}]": message})
     if not tokenizer.chat_template:
