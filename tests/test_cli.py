@@ -235,10 +235,12 @@ def test_outputs_are_checked_before_the_work(words, text, capsys, monkeypatch):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "words"), [("run", ["-p", "a", "-n", "1"]), ("perplexity", ["-f", "-"])])
-def test_contexts_beyond_the_training_are_told(command, words, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "words"), [("run", ["-p", "a", "-ot", "atn=cpu,attn=cpu"]), ("perplexity", ["-f", "-"])]
+)
+def test_what_may_not_be_meant_is_told(command, words, capsys, monkeypatch):
     class Model:
-        hparams = types.SimpleNamespace(n_ctx_train=64)
+        hparams, weights = types.SimpleNamespace(n_ctx_train=64), ("blk.0.attn_q.weight",)
 
     class Loaded:
         model, n_ctx = Model(), 128
@@ -260,6 +262,9 @@ def test_contexts_beyond_the_training_are_told(command, words, capsys, monkeypat
     monkeypatch.setattr(sys, "stdin", io.StringIO("text"))
     assert cli.main([command, MODEL, "-c", "128", *words]) == 1
     error = capsys.readouterr().err
+    must = "--override-tensor: a regular expression must be found in the name of a tensor"
+    assert error.count("--override-tensor") == (command == "run")
+    assert f"warning: {must}, got 'atn', found in none" in error or command != "run"
     assert "warning: the model was trained for contexts of 64 tokens, got 128" in error and "far enough" in error
 
 

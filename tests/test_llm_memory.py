@@ -236,6 +236,10 @@ def test_inspect_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["n_ctx"] == 300 and list(facts["devices"]) == ["cpu"] and facts["devices"]["cpu"]["kv"] > 0
+    assert main([*words, "-ot", "fnn=cpu"]) == 0
+    assert "--override-tensor: a regular expression must be found in" in capsys.readouterr().err
+    assert main([*words, "-ot", "(=cpu"]) == 1
+    assert capsys.readouterr().err.startswith("ggjit: error: Placement: ")
     assert main([*words, "--device", "nope"]) == 1
     assert "--device: must be one of ['process'], got 'nope'" in capsys.readouterr().err
 

@@ -241,15 +241,33 @@ def test_command(model, tmp_path, capsys):
     [
         (["Q9_K"], "type must be one of F32, F16"), (["Q8_0", "--tensor-type", "a"], "must be REGEX=TYPE, got 'a'"),
         (["Q8_0", "--tensor-type", "(=q8_0"], "must be a regular expression"),
-        (["Q8_0", "--tensor-type", "a=q9"], "name must be one of"),
-        (["Q8_0", "--output-tensor-type", "i32"], "type must be one that weights can have"),
+        (["Q8_0", "--tensor-type", "a=q9"], "quantize: the type of a tensor must be one of F32, F16, "),
+        (["Q8_0", "--tensor-type", "a="], ", got ''"), (["Q8_0", "--tensor-type", "a=q8_1"], ", got 'q8_1'"),
+        (["Q8_0", "--output-tensor-type", "i32"], ", got 'i32'"),
+        (["Q8_0", "--token-embedding-type", "q9"], ", got 'q9'"),
         (["Q8_0", "--imatrix", "/none"], "/none: No such file"),
     ],
 )  # fmt: skip
 def test_command_errors(model, tmp_path, capsys, words, message):
     assert main(["quantize", str(model), str(tmp_path / "out.gguf"), *words]) == 1
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_rules_that_fit_no_tensor_are_named(model, tmp_path, capsys, dry):
+    rules = ["--tensor-type", "ffn_.*=q5_0", "--tensor-type", "atn_q=q8_0", "--tensor-type", "^blk$=q8_0"]
+    assert main(["quantize", str(model), str(tmp_path / "out.gguf"), "q4_0", *rules, *dry]) == 0
+    must = "--tensor-type: a regular expression must be found in the name of a tensor"
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warnings == [f"ggjit: warning: {must}, got '{rule}', found in none" for rule in ("atn_q", "^blk$")]
+
+
+def test_rules_without_a_mix_are_named(model, capsys):
+    assert main(["quantize", str(model), "none", "f16", "--tensor-type", "ffn_.*=q5_0", "--dry-run"]) == 0
+    warning = "--tensor-type: TYPE must be quantized for rules to count, got f16"
+    assert capsys.readouterr().err == f"ggjit: warning: {warning}\n"
 
 
 def test_requantizing_must_be_allowed(model, tmp_path, capsys):

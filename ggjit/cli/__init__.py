@@ -17,10 +17,22 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-__all__ = ["COMMANDS", "EXTRAS", "at_least", "check_output", "main", "missing_package", "numbers", "read_text"]
+__all__ = [
+    "COMMANDS",
+    "EXTRAS",
+    "at_least",
+    "check_output",
+    "main",
+    "missing_package",
+    "numbers",
+    "read_text",
+    "warn",
+    "warn_of_unfound",
+]
 
 COMMANDS = {
     "run": "generate text with a model, or chat with it",
@@ -97,6 +109,20 @@ def read_text(path: str) -> str:
         return sys.stdin.read().removesuffix("\n")
     with open(path, encoding="utf-8", errors="surrogateescape") as file:  # tokens exist for all bytes
         return file.read().removesuffix("\n")
+
+
+def warn(text: str) -> None:
+    """Say on stderr what may not be meant."""
+    print(f"ggjit: warning: {text}", file=sys.stderr)
+
+
+def warn_of_unfound(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
+    """Warn of regular expressions that are found in no tensor's name."""
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            warn(
+                f"{option}: a regular expression must be found in the name of a tensor, got {pattern!r}, found in none"
+            )
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

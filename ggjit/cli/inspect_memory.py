@@ -29,12 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, path: str) -> int:
     """Print a table, or JSON."""
+    from ggjit.gguf import GgufFile
     from ggjit.llm.memory import estimate
 
     found = estimate(
         path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.ubatch, repack=args.repack,
         **model_options.options(args),
     )  # fmt: skip
+    with GgufFile(path) as file:
+        model_options.warn_of_overrides(args, file.tensors)
     print(json.dumps(asdict(found), indent=1) if args.json else "\n".join(_lines(path, found)))
     return 0
 

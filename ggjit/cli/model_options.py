@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from ggjit.cli import at_least
+from ggjit.cli import at_least, warn, warn_of_unfound
 
 if TYPE_CHECKING:
     from ggjit.backend import Device
@@ -47,14 +46,20 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def warn_of_context(llm: LLM) -> None:
-    """Say on stderr that a context is longer than what the model was trained for."""
+    """Warn of a context longer than what the model was trained for."""
     trained = llm.model.hparams.n_ctx_train
     if llm.n_ctx > trained:
-        print(
-            f"ggjit: warning: the model was trained for contexts of {trained} tokens, got {llm.n_ctx}: what comes "
-            "beyond may make no sense",
-            file=sys.stderr,
+        warn(
+            f"the model was trained for contexts of {trained} tokens, got {llm.n_ctx}: what comes beyond may make no "
+            "sense"
         )
+
+
+def warn_of_overrides(args: argparse.Namespace, names: Collection[str]) -> None:
+    """Warn of overrides that fit no weight."""
+    from ggjit.llm.placement import parse_overrides
+
+    warn_of_unfound("--override-tensor", parse_overrides(args.override_tensor) if args.override_tensor else (), names)
 
 
 def _others() -> list[Device]:

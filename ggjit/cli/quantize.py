@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from ggjit.cli import at_least
+from ggjit.cli import at_least, warn, warn_of_unfound
 from ggjit.llm.quantize_model import Plan, plan, quantize_model, result_nbytes, tensor_rule, totals, weight_type
+
+if TYPE_CHECKING:
+    from ggjit.gguf import GgufFile
+    from ggjit.llm.quantize_mixes import Choices
 
 _MIXES = """
 TYPE is the name of a mix, which says what each tensor becomes:
@@ -56,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         [tensor_rule(text) for text in args.tensor_type],
     )
     path = pull(args.model, progress=not args.no_progress)
+    with GgufFile(path) as file:
+        _warn(args, choices, file)
     start = time.perf_counter()
     if args.dry_run:
         matrix = read_imatrix(args.imatrix) if args.imatrix else None
@@ -70,6 +77,16 @@ def run(args: argparse.Namespace) -> int:
     _print(made)
     print(f"{args.out} made in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return 0
+
+
+def _warn(args: argparse.Namespace, choices: Choices, file: GgufFile) -> None:
+    """Warn of rules for tensors that change nothing."""
+    from ggjit import types
+    from ggjit.llm.quantize_mixes import find_mix
+
+    warn_of_unfound("--tensor-type", [pattern.pattern for pattern, _ in choices.by_name], file.tensors)
+    if choices.by_name and not types.by_name(find_mix(args.type).base).is_quantized:
+        warn(f"--tensor-type: TYPE must be quantized for rules to count, got {args.type}")
 
 
 def _print(made: Plan) -> None:

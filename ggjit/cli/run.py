@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         progress=progress, mlock=args.mlock, **model_options.options(args),
     ) as llm:  # fmt: skip
         model_options.warn_of_context(llm)
+        model_options.warn_of_overrides(args, llm.model.weights)
         report = _Report(time.perf_counter() - start)
         if args.chat:
             _chat(llm, args, prompt, report)

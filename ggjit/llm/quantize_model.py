@@ -90,10 +90,20 @@ def weight_type(name: str) -> Type:
     Raises:
         ValueError: it is none.
     """
-    found = types.by_name(name)
-    if found.name in types.ACTIVATIONS or (not found.is_quantized and found.name not in ("F32", "F16", "BF16")):
-        raise ValueError(f"quantize: type must be one that weights can have, got {name}")
-    return found
+    for type in _weight_types():
+        if type.name == name.upper():
+            return type
+    known = ", ".join(type.name for type in _weight_types())
+    raise ValueError(f"quantize: the type of a tensor must be one of {known}, got {name!r}")
+
+
+def _weight_types() -> list[Type]:
+    floats = (types.F32, types.F16, types.BF16)
+    return [
+        type
+        for type in types.all_types()
+        if type in floats or (type.is_quantized and type.name not in types.ACTIVATIONS)
+    ]
 
 
 def _sizes(info: TensorInfo) -> tuple[int, ...]:
