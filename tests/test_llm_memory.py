@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -262,6 +263,22 @@ def test_s94_without_mapping_each_tensor_is_read(repack: bool, monkeypatch: pyte
     ids = ids_of("llama-headdim")
     with load("llama-headdim", mmap=False, repack=repack) as a, load("llama-headdim") as b:
         assert np.array_equal(a.logits(ids), b.logits(ids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("repack", [True, False])
+def test_without_mapping_the_file_may_end_early(repack: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(LLAMA.read_bytes())
+    with load("llama-headdim") as llm:
+        want = list(llm.generate("Alice looked", 8, temperature=0))
+    with gg.LLM(path, n_ctx=256, n_threads=2, n_ubatch=N, repack=repack, mmap=False, progress=False) as llm:
+        assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+        os.truncate(path, 100)
+        assert list(llm.generate("Alice looked", 8, temperature=0)) == want
+        assert llm.model.file.kv["general.architecture"] == "llama"
+        with pytest.raises(gg.GgufError, match=r"tensor 'output_norm\.weight' must have \d+ bytes, got 0"):
+            llm.model.file.data("output_norm.weight")
 
 
 def test_s98_the_file_is_given_back_as_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:

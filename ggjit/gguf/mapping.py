@@ -27,7 +27,7 @@ class Mapping:
     Attributes:
         path: the file.
         size: its bytes.
-        data: uint8 [size], read-only, on the mapping.
+        data: uint8 [size], read-only, on the mapping; after `detach` a copy of the first bytes.
         address: of the first byte (0 for an empty file).
 
     Raises:
@@ -68,6 +68,17 @@ class Mapping:
         """
         page = mmap.PAGESIZE
         self._advise("MADV_WILLNEED", offset // page * page, min(offset + nbytes, self.size))
+
+    def detach(self, nbytes: int) -> None:
+        """Copy the first bytes, which `data` is from here on, and let the mapping go.
+
+        Args:
+            nbytes: to keep.
+        """
+        self.data = self.data[:nbytes].copy()
+        self.data.setflags(write=False)
+        self.address = self.data.ctypes.data if nbytes else 0
+        self._map = None
 
     def close(self) -> None:
         """Drop the mapping; it goes when the last array on it goes. Its bytes cannot be asked for any more."""

@@ -244,6 +244,10 @@ class Metadata(MappingABC[str, Any]):
         """The error to raise where the value of `key` (or its absence) is at fault."""
         return GgufError(self._mapping.path, self.offset(key) if key in self else 0, f"{key} {message}")
 
+    def forget(self) -> None:
+        """Read values anew when they are next asked for."""
+        self._values.clear()
+
     def _array(self, place: Any) -> Any:
         kind, where = place
         if kind is ValueType.STRING:
@@ -396,7 +400,7 @@ def _place(reader: _Reader, infos: list[TensorInfo], data_offset: int, alignment
 class _Part:
     """One file of a model."""
 
-    def __init__(self, path: str, file: int) -> None:
+    def __init__(self, path: str, file: int, mmap: bool) -> None:
         self.mapping = Mapping(path)
         reader = _Reader(self.mapping)
         self.version, n_tensors, n_kv = _header(reader)
@@ -405,6 +409,9 @@ class _Part:
         infos = [_tensor(reader, file, self.kv) for _ in range(n_tensors)]
         self.data_offset = -(-reader.pos // self.alignment) * self.alignment
         self.tensors = _place(reader, infos, self.data_offset, self.alignment)
+        if not mmap:
+            self.mapping.detach(min(self.data_offset, reader.size))
+            self.kv.forget()
 
 
 class GgufFile:
@@ -412,6 +419,7 @@ class GgufFile:
 
     Args:
         path: the file.
+        mmap: keep it mapped; else metadata are copied and tensors read when they are asked for.
 
     Attributes:
         path: the file (the first part of a split model).
@@ -420,7 +428,7 @@ class GgufFile:
         data_offset: where tensor data begins in the first file.
         kv: the metadata (`Metadata`), of the first part.
         tensors: name to `TensorInfo`, in the order of the files.
-        mappings: the mapped files (`Mapping`), one a part.
+        mappings: the files (`Mapping`), one a part.
 
     Raises:
         GgufError: the file does not hold what the format demands, or a part is missing.
@@ -428,14 +436,14 @@ class GgufFile:
         TypeError: the path is none.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], mmap: bool = True) -> None:
         check_kinds("GgufFile", (str, os.PathLike), "a str or a path", path=path)
         paths = split_paths(os.fspath(path))
-        parts = [_Part(paths[0], 0)]
+        parts = [_Part(paths[0], 0, mmap)]
         paths = check_split(parts[0].kv, paths)
         self.tensors: dict[str, TensorInfo] = dict(parts[0].tensors)
         for file, name in enumerate(paths[1:], 1):
-            part = _Part(name, file)
+            part = _Part(name, file, mmap)
             check_split(part.kv, paths, file)
             for info in part.tensors.values():
                 if info.name in self.tensors:
@@ -467,18 +475,34 @@ class GgufFile:
         except KeyError:
             raise GgufError(self.path, self.data_offset, f"tensor {name!r} must be in the file") from None
 
-    def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor: uint8 [nbytes], read-only, on the mapping.
+    def known_info(self, name: str) -> TensorInfo:
+        """Where a tensor of a known type lies.
 
         Raises:
             GgufError: the model has no such tensor, or nothing here knows its type.
         """
         info = self.info(name)
-        mapping = self.mappings[info.file]
         if info.type is None:
+            path = self.mappings[info.file].path
             got = f"{info.label} (id {info.type_id})" if info.label else f"id {info.type_id}"
-            raise GgufError(mapping.path, info.info_offset, f"type of tensor {name!r} must be a known one, got {got}")
-        return mapping.data[info.offset : info.offset + info.nbytes]
+            raise GgufError(path, info.info_offset, f"type of tensor {name!r} must be a known one, got {got}")
+        return info
+
+    def data(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor: uint8 [nbytes], read-only on the mapping, or read from the file.
+
+        Raises:
+            GgufError: the model has no such tensor, nothing here knows its type, or the file has become shorter.
+        """
+        info = self.known_info(name)
+        mapping = self.mappings[info.file]
+        if len(mapping.data) == mapping.size:
+            return mapping.data[info.offset : info.offset + info.nbytes]
+        data = np.fromfile(mapping.path, np.uint8, info.nbytes, offset=info.offset)
+        if len(data) != info.nbytes:
+            got = f"must have {info.nbytes} bytes, got {len(data)}"
+            raise GgufError(mapping.path, info.offset, f"tensor {name!r} {got}")
+        return data
 
     def used_range(self, file: int = 0) -> tuple[int, int]:
         """First and last byte offset (exclusive) that the tensors of one part cover; (0, 0) if it has none."""

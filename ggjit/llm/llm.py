@@ -55,8 +55,8 @@ class LLM:
         n_ubatch: most tokens computed together.
         repack: pack weights into panels at load; without it kernels read the mapped file.
         progress: show progress bars, if stderr is a terminal.
-        mmap: use weights where the mapped file has them if that serves; without it all are read. Metadata, as the
-            vocabulary, stay mapped: cutting the file short while it is in use ends the process, replacing it does not.
+        mmap: use weights and metadata, as the vocabulary, where the mapped file has them: cutting it short while it is
+            in use ends the process, replacing it does not. Without it all is read, and the file may change afterwards.
         mlock: keep weights from being paged out; a warning where the system forbids it.
         devices: beside the CPU, by default all that are there.
         n_gpu_layers: blocks on the devices, counted from the output, which counts as one; by default all.

@@ -9,16 +9,13 @@ The four steps of a load:
        parallel, a slice at a time; the rest is copied. What was read of the mapping is given back.
 
 So a page of the file stays in memory only if a weight is used where it lies. Without mapping each tensor is read from
-the file, and only metadata stays mapped.
+the file, of which metadata are copied when it is opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ggjit.alloc import TensorAllocator
 from ggjit.backend import Buffer, BufferType, NewBuffer, buffer_from_array, new_buffer, tensor_alloc
@@ -128,12 +125,11 @@ class Loader:
         return make(name, *ne) if name in self.file.tensors else None
 
     def _info(self, name: str, ne: tuple[int, ...]) -> TensorInfo:
-        info = self.file.info(name)
+        info = self.file.known_info(name)
         full = ne + (1,) * (4 - len(ne))
         if info.ne != full:
             path = self.file.mappings[info.file].path
             raise GgufError(path, info.info_offset, f"tensor {name!r} must have ne {list(full)}, got {list(info.ne)}")
-        self.file.data(name)  # its type is a known one
         if info.type is not None and info.type.name in ACTIVATIONS:
             text = f"tensor {name!r} must have a type of weights, got {info.type.name}, a form of activations"
             raise GgufError(self.file.mappings[info.file].path, info.info_offset, text)
@@ -212,12 +208,12 @@ class Loader:
         for w in self._weights:
             if w.type not in (MAPPED, PANEL):
                 assert w.tensor.buffer is not None
-                w.tensor.buffer.set_tensor(w.tensor, self._bytes(w.info))
+                w.tensor.buffer.set_tensor(w.tensor, self.file.data(w.info.name))
                 give_back(w.tensor, 0, w.info.nbytes)
         packed = [w for w in self._weights if w.type is PANEL]
         with ByteBar("packing weights", progress) as bar:
             if self.mmap:
-                pack_tensors([(w.tensor, self._bytes(w.info)) for w in packed], n_threads, bar, give_back)
+                pack_tensors([(w.tensor, self.file.data(w.info.name)) for w in packed], n_threads, bar, give_back)
             else:
                 self._read_and_pack(packed, n_threads, bar)
         if any(w.type is not MAPPED for w in self._weights):
@@ -227,19 +223,9 @@ class Loader:
     def _read_and_pack(self, weights: list[_Weight], n_threads: int, bar: ByteBar) -> None:
         done, total = 0, sum(w.info.nbytes for w in weights)
         for w in weights:
-            pack_tensors([(w.tensor, self._bytes(w.info))], n_threads)
+            pack_tensors([(w.tensor, self.file.data(w.info.name))], n_threads)
             done += w.info.nbytes
             bar(done, total)
-
-    def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """A tensor's bytes: a view of the mapping, or read from the file."""
-        if self.mmap:
-            return self.file.data(info.name)
-        path = self.file.mappings[info.file].path
-        data = np.fromfile(path, np.uint8, info.nbytes, offset=info.offset)
-        if len(data) != info.nbytes:  # the file has changed since it was opened
-            raise GgufError(path, info.offset, f"tensor {info.name!r} must have {info.nbytes} bytes, got {len(data)}")
-        return data
 
     def lock(self) -> bool:
         """Keep all weights of host memory from being paged out; a warning and False where the system forbids it."""

@@ -24,7 +24,8 @@ class Model:
         n_threads: that pack weights.
         repack: pack matrices into panels; without it kernels read the mapped file.
         progress: show a bar while packing, if stderr is a terminal.
-        mmap: use weights where the mapped file has them if that serves; without it all are read.
+        mmap: use weights where the mapped file has them if that serves; without it all are read, and nothing stays
+            mapped.
         mlock: keep weights from being paged out; a warning where the system forbids it.
         devices: beside the CPU.
         n_gpu_layers: blocks on the devices, counted from the output, which counts as one; None: all.
@@ -64,7 +65,7 @@ class Model:
         overrides: Mapping[str, Device | str] | None = None,
         no_alloc: bool = False,
     ) -> None:
-        self.file = GgufFile(path)
+        self.file = GgufFile(path, mmap)
         self.path, self.no_alloc = os.fspath(path), no_alloc
         cls = models.get(architecture_of(self.file))
         self.hparams = Hparams(self.file)

@@ -156,7 +156,7 @@ def plan(
     """
     mix = find_mix(type)
     for info in file.tensors.values():
-        file.data(info.name)  # its type is a known one
+        file.known_info(info.name)
     facts = [TensorFacts(info.name, info.type, _sizes(info)) for info in file.tensors.values() if info.type]
     found = choose_types(facts, mix, model_facts(file, imatrix is not None), choices or Choices())
     steps = []
