@@ -40,6 +40,7 @@ PARAM_BYTES = 64
 COUNTER_LINE = 64  # first bytes of a work buffer: the chunk counter has a cache line of its own
 _FORMATS = {"f32": "f", "i32": "i", "i64": "q"}
 FIRST_USER_ID = 2000
+PREC_F32 = 10  # GGML_PREC_F32, a product's precision word
 REGISTRY: dict[str, Op] = {}  # of the families imported so far; `all_ops` gives all
 _BY_ID: dict[int, Op] = {}
 

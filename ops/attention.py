@@ -26,7 +26,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import Kernel, lazy_module
-from ggjit.op import Op, unsupported
+from ggjit.op import PREC_F32, Op, unsupported
 from ggjit.ops.mul_mat import mul_mat_gradients
 from ggjit.ops.soft_max import alibi_slopes, mask_gradient, sinks_gradient
 from ggjit.ops.views import permute
@@ -44,7 +44,7 @@ FLASH_ATTN_EXT = Op(
     params=(("scale", "f32"), ("max_bias", "f32"), ("logit_softcap", "f32"), ("prec", "i32")),
     nmse=1e-11,
 )
-PRECISIONS = (0, 10)  # ggml's default and F32; both accumulate in f32 here
+PRECISIONS = (0, PREC_F32)  # both accumulate in f32 here
 PLAIN = ("F32", "F16", "BF16")
 CLOSED = -1e30  # stands for -inf where a difference of two is taken
 FEW = 12  # query rows of a KV head below which "rows" is faster

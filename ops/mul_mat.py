@@ -6,7 +6,7 @@ Row m of a (a weight matrix as GGUF stores it) meets row n of b (a token's activ
 16 rows, packed when they are loaded (buffer type "panel") or on the way. Activations are brought into the form that the
 weights' type wants by a step of its own, shared by all products of the same b:
 
-    block types    int8 per 32 (act_q8)
+    block types    int8 per 32 (act_q8); twice with prec F32, that is about 16 bits (act_q16)
     F32            f32, as it is
     F16            f32, rounded to what f16 can hold, as ggml does
     BF16           rounded to bf16
@@ -27,7 +27,7 @@ from ggjit import ops, types
 from ggjit.autodiff import as_f32, refuse
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, lazy_module
-from ggjit.op import Op
+from ggjit.op import PREC_F32, Op
 from ggjit.ops.binary import ADD
 from ggjit.ops.glu import FUNCTIONS, GATES, GLU
 from ggjit.ops.unary import FUNCTIONS as UNARY_FUNCTIONS
@@ -78,7 +78,7 @@ def mul_mat(a: Tensor, b: Tensor, *, prec: int = 0, hint: int = 0) -> Tensor:
         a: [k, m, n2, n3], any type with kernels; rows contiguous, other strides free. Not transposed.
         b: f32, f16 or bf16 [k, n, N2, N3], or Q8_0, Q8_1, Q8_K where a has a block type; rows contiguous. n2 divides N2
             and n3 divides N3: a is repeated.
-        prec: ggml's precision word; sums are f32 whatever it says.
+        prec: 0, or 10 for GGML_PREC_F32: block types meet activations of about 16 bits, not 8. Sums are always f32.
         hint: ggml's hint word; it does not change the result.
 
     Returns:
@@ -134,13 +134,18 @@ def _derived(low, source: Tensor, kind: str, kernel, type: Type, ne: Dims) -> Te
     return y
 
 
-def lower_activations(low, a: Tensor, b: Tensor) -> Tensor:
+def records_of(a: Tensor, b: Tensor, prec: int) -> int:
+    """Records of activations for each 32 of k: 2 for floats that a block type meets with prec F32."""
+    return 2 if prec == PREC_F32 and a.type not in FLOATS and b.type in FLOATS else 1
+
+
+def lower_activations(low, a: Tensor, b: Tensor, records: int = 1) -> Tensor:
     """The tensor that kernels for weights of a's type read for b; emits the step that fills it if it is new."""
     kind = kernels.weights(a.type.name).activations
     k, name = b.ne[0], b.type.name
     if kind == "act_q8":
-        ne = (activations.q8_row_nbytes(k), *b.ne[1:])
-        return _derived(low, b, kind, activations.quantize_kernel(name), types.I8, ne)
+        kind, ne = f"act_q{8 * records}", (activations.q8_row_nbytes(k, records), *b.ne[1:])
+        return _derived(low, b, kind, activations.quantize_kernel(name, records), types.I8, ne)
     if kind == "act_bf16":
         ne = (k + k % 2, *b.ne[1:])
         return _derived(low, b, kind, activations.convert_kernel(name, "BF16"), types.BF16, ne)
@@ -160,7 +165,9 @@ def lower_tiles(low, y: Tensor, columns: int) -> Tensor:
     return _derived(low, y, f"act_tiles {columns}", activations.tile_kernel(columns), types.I32, ne)
 
 
-def lower_product(low, a: Tensor, b: Tensor, dst: Tensor, end=None, sources: tuple[Tensor, ...] = ()) -> None:
+def lower_product(
+    low, a: Tensor, b: Tensor, dst: Tensor, prec: int, end=None, sources: tuple[Tensor, ...] = ()
+) -> None:
     """Emit the steps of a product, and of what is done to its rows in the same step.
 
     Args:
@@ -168,21 +175,23 @@ def lower_product(low, a: Tensor, b: Tensor, dst: Tensor, end=None, sources: tup
         a: weights.
         b: activations.
         dst: the result.
+        prec: the precision word.
         end: a `panel_kernels.End`, for few columns.
         sources: what the end reads.
     """
-    y = lower_activations(low, a, b)
+    records = records_of(a, b, prec)
+    y = lower_activations(low, a, b, records)
     packed, n = is_packed(a), b.ne[1]
     along = 2 if _is_along_2(a, b) else 1
     n = b.ne[2] // a.ne[2] if along == 2 else n
     name = a.type.name
     if n > kernels.FEW and along == 1:
-        columns, kernel = kernels.many_columns(name), kernels.many_kernel(name, packed)
+        columns, kernel = kernels.many_columns(name, records), kernels.many_kernel(name, packed, records)
         work = kernels.many_work_size(a.type, a.ne[0], packed, low.n_threads)
     else:
-        columns = kernels.tile_columns(n)
-        kernel = kernels.few_kernel(name, columns, packed, along, end)
-        work = kernels.few_work_size(a.type, packed, low.n_threads, end)
+        columns = kernels.tile_columns(n, records)
+        kernel = kernels.few_kernel(name, columns, packed, along, end, records)
+        work = kernels.few_work_size(a.type, packed, low.n_threads, end, records)
     y = lower_tiles(low, y, kernels.tile_width(name, columns, along))
     low.emit(kernel, dst, src=(a, y, *sources), work=work)
 
@@ -199,7 +208,7 @@ def _(low, node):
         raise NotImplementedError(
             f"mul_mat: the CPU must have kernels for the types, got {a.type.name} and {b.type.name} ('{node.name}')"
         )
-    lower_product(low, a, b, node)
+    lower_product(low, a, b, node, node.params.prec)
 
 
 @MUL_MAT.flops
@@ -243,6 +252,11 @@ def _(t):
 @MUL_MAT.case("q4_0")
 def _(t):
     return mul_mat(t("Q4_0", 256, 40), t("F32", 256, 1))
+
+
+@MUL_MAT.case("q8_0, precision f32")
+def _(t):
+    return mul_mat(t("Q8_0", 1120, 20), t("F32", 1120, 2), prec=PREC_F32)
 
 
 @MUL_MAT.case("q6_k many columns")
@@ -320,13 +334,13 @@ def _(match, node):
     if function is None or any(t.op is not MUL_MAT or match.reader(t) is not unit for t in unit.src):
         return None
     (a, b), (c, d) = gate.src, up.src
-    alike = a.type is c.type and a.ne == c.ne and is_packed(a) == is_packed(c) and b is d
+    prec = gate.params.prec
+    alike = a.type is c.type and a.ne == c.ne and is_packed(a) == is_packed(c) and b is d and up.params.prec == prec
     if gate is up or not alike or b.ne[2:] != (1, 1) or not _takes_end(a, b) or not takes(c, b):
         return None
     other = up if node is gate else gate
-    return Fused(
-        (node, other, unit), (a, c, b), (), lambda low: lower_product(low, a, b, unit, gate_end(function), (c,))
-    )
+    end = gate_end(function)
+    return Fused((node, other, unit), (a, c, b), (), lambda low: lower_product(low, a, b, unit, prec, end, (c,)))
 
 
 @MUL_MAT.fusion
@@ -346,7 +360,8 @@ def _(match, node):
         function = UNARY_FUNCTIONS[after.params.function]
         if function != "xielu":
             chain, end = (node, add, after), add_unary_end(function)
-    return Fused(chain, (a, b, *sources), (), lambda low: lower_product(low, a, b, chain[-1], end, sources))
+    prec = node.params.prec
+    return Fused(chain, (a, b, *sources), (), lambda low: lower_product(low, a, b, chain[-1], prec, end, sources))
 
 
 def _fused_cases():

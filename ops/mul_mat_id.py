@@ -110,7 +110,7 @@ def tile_of(type_name: str, columns: int):
 def make_one_token(type_name: str, packed: bool):
     """Kernel for one token; src0 experts, src1 activations, src2 ids."""
     w = kernels.weights(type_name)
-    nbytes, n_slot = w.nbytes, kernels.packed_units(w.nbytes)
+    nbytes, n_slot = w.nbytes, kernels.packed_units(type_name)
     unit, next_chunk, tile = w.unit, kernels.next_chunk, tile_of(type_name, 1)
     product = kernels.rows_product(type_name, 1)
 
@@ -287,7 +287,7 @@ def _(low, node):
     y, packed, name = lower_activations(low, a, b), is_packed(a), a.type.name
     if node.ne[2] == 1:
         nbytes = kernels.weights(name).nbytes
-        work = 0 if packed else low.n_threads * kernels.packed_units(nbytes) * nbytes
+        work = 0 if packed else low.n_threads * kernels.packed_units(name) * nbytes
         low.emit(make_one_token(name, packed), node, src=(a, y, ids), work=work)
         return
     n_experts, n_used, n_pairs = a.ne[2], ids.ne[0], ids.nelements

@@ -16,6 +16,7 @@ from ggjit.llm.hparams import Hparams
 from ggjit.llm.loader import Loader
 from ggjit.models import architecture
 from ggjit.models.layers import NEOX, Rope, attention, geglu, heads, linear, rms_norm
+from ggjit.op import PREC_F32
 from ggjit.tensor import Tensor
 
 PATTERN = 6  # every sixth layer sees everything
@@ -95,7 +96,7 @@ class Gemma3:
             cur = g.name(rms_norm(cur, layer.ffn_post_norm, hp.eps), "ffn_post_norm", il)
             x = g.name(ops.add(cur, x), "l_out", il)
         cur = g.name(rms_norm(x, self.output_norm, hp.eps), "result_norm")
-        return g.name(ops.mul_mat(self.output, cur), "result_output")
+        return g.name(linear(cur, self.output, prec=PREC_F32), "result_output")
 
     def _attention(self, g: DecodeGraph, cur: Tensor, layer: Layer, il: int) -> Tensor:
         hp = self.hparams
@@ -103,7 +104,7 @@ class Gemma3:
         rope = self.rope_local if is_local else self.rope
         q = heads(linear(cur, layer.wq), hp.head_dim, hp.n_head(il))
         k = heads(linear(cur, layer.wk), hp.head_dim, hp.n_head_kv(il))
-        v = g.name(heads(linear(cur, layer.wv), hp.head_dim_v, hp.n_head_kv(il)), "Vcur", il)
+        v = g.name(heads(linear(cur, layer.wv, prec=PREC_F32), hp.head_dim_v, hp.n_head_kv(il)), "Vcur", il)
         g.compute_first(il, q, k, v)
         q = g.name(rope.apply(rms_norm(q, layer.q_norm, hp.eps), g.pos), "Qcur", il)
         k = g.name(rope.apply(rms_norm(k, layer.k_norm, hp.eps), g.pos), "Kcur", il)

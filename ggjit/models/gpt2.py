@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from ggjit import ops
 from ggjit.models import architecture
 from ggjit.models.layers import attention, heads, linear
+from ggjit.op import PREC_F32
 from ggjit.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Gpt2:
             cur = linear(cur, layer.ffn_down, layer.ffn_down_b).set_name(f"ffn_out-{il}")
             x = ops.add(cur, x).set_name(f"l_out-{il}")
         x = norm(x, self.output_norm, self.output_norm_b, eps).set_name("result_norm")
-        return ops.mul_mat(self.output, x).set_name("result_output")
+        return ops.mul_mat(self.output, x, prec=PREC_F32).set_name("result_output")
 
     def build(self, g: DecodeGraph) -> Tensor:
         """Write the graph of one ubatch; returns the logits, f32 [n_vocab, n_outputs]."""

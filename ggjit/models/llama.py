@@ -14,6 +14,7 @@ from ggjit.llm.hparams import Hparams
 from ggjit.llm.loader import Loader
 from ggjit.models import architecture
 from ggjit.models.layers import Rope, attention, heads, linear, mixture, rms_norm, swiglu
+from ggjit.op import PREC_F32
 from ggjit.tensor import Tensor
 
 
@@ -92,7 +93,7 @@ class Llama:
             cur = self._feed_forward(g, cur, layer, il)
             x = g.name(ops.add(cur, x), "l_out", il)
         cur = g.name(rms_norm(x, self.output_norm, hp.eps), "result_norm")
-        return g.name(ops.mul_mat(self.output, cur), "result_output")
+        return g.name(linear(cur, self.output, prec=PREC_F32), "result_output")
 
     def _feed_forward(self, g: DecodeGraph, cur: Tensor, layer: Layer, il: int) -> Tensor:
         matrices = layer.ffn_gate, layer.ffn_up, layer.ffn_down
@@ -113,7 +114,7 @@ class Llama:
             assert layer.wq is not None and layer.wk is not None and layer.wv is not None
             q = heads(linear(cur, layer.wq, layer.bq), hp.head_dim, n_head)
             k = heads(linear(cur, layer.wk, layer.bk), hp.head_dim, n_kv)
-            v = heads(linear(cur, layer.wv, layer.bv), hp.head_dim_v, n_kv)
+            v = heads(linear(cur, layer.wv, layer.bv, PREC_F32), hp.head_dim_v, n_kv)
         g.compute_first(il, q, k, v)
         q = g.name(self.rope.apply(q, g.pos, self.rope_freqs), "Qcur", il)
         k = g.name(self.rope.apply(k, g.pos, self.rope_freqs), "Kcur", il)

@@ -7,7 +7,8 @@ A panel (see `ggjit.ops.quants.quant`) is multiplied by columns of activations q
         t = f32(s0) * scale0;   t = fma(f32(s1), scale1, t) if the type scales per 16
         acc = fma(t, d, acc);   acc = fma(minimum_j, d * sum_j, acc) for each minimum
 
-The integer sums s are exact, so how they are split does not show in the bits.
+The integer sums s are exact, so how they are split does not show in the bits. Activations of 16 bits are two records a
+run: each has a sum acc of its own, added when the tile ends (after every slice of K, the same for all tiles).
 
 Ladder (Q6_K, one Zen 4 core; share of plain reads at one column / of the dot peak at 512 columns, K = 4096):
     row-major dot products                          0.1-0.4 / 0.2
@@ -40,7 +41,7 @@ AHEAD = 8192  # bytes of prefetch to L2 where arithmetic takes about as long as 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
 
 
-def accumulate(e, runs, cols, acc, limit, before_run=None):
+def accumulate(e, runs, cols, acc, limit, before_run=None, run_nbytes=ACT):
     """Add runs to the sums of columns.
 
     Args:
@@ -50,6 +51,7 @@ def accumulate(e, runs, cols, acc, limit, before_run=None):
         acc: f32 operand of each column.
         limit: largest operand byte.
         before_run: called with the run's number before its loads are emitted.
+        run_nbytes: bytes from one run's activations to the next.
 
     Returns:
         The new acc.
@@ -62,7 +64,7 @@ def accumulate(e, runs, cols, acc, limit, before_run=None):
         parts = next(runs, None)
         if parts is None:
             return acc
-        at, one, k = r * ACT, len(parts) == 1, 0
+        at, one, k = r * run_nbytes, len(parts) == 1, 0
         total = [None] * len(cols)
         for j, part in enumerate(parts):
             sums_at = at + (NEG_SUM if one else NEG_SUMS + 4 * j)
@@ -126,8 +128,8 @@ def column_addresses(e, y, stride, columns, n_cols):
     return out
 
 
-def _tile(runs, size, nbytes, limit, steps, columns, ahead):
-    n_runs = size // RUN
+def _tile(runs, size, nbytes, limit, steps, columns, ahead, records):
+    n_runs, run_nbytes = size // RUN, ACT * records
 
     @emitted("w y y_stride out out_stride n n_rows n_cols add")
     def tile(e, w, y, y_stride, out, out_stride, n, n_rows, n_cols, add):
@@ -135,8 +137,8 @@ def _tile(runs, size, nbytes, limit, steps, columns, ahead):
         ys = column_addresses(e, y, y_stride, columns, n_cols)
 
         def block(i, *acc):
-            wi, offset = e.add(w, e.mul(i, nbytes)), e.mul(i, n_runs * ACT)
-            cols = [e.add(a, offset) for a in ys]
+            wi, offset = e.add(w, e.mul(i, nbytes)), e.mul(i, n_runs * run_nbytes)
+            cols = [e.add(e.add(a, offset), ACT * j) for a in ys for j in range(records)]
 
             def prefetch(r, count=1, base=wi):  # evenly, before the loads of a run; a line left out stalls all
                 if r < n_runs:
@@ -144,31 +146,33 @@ def _tile(runs, size, nbytes, limit, steps, columns, ahead):
                         e.prefetch(base, ahead + at)
 
             if steps == 1:
-                return accumulate(e, runs(e, wi, 0), cols, acc, limit, prefetch if ahead else None)
+                return accumulate(e, runs(e, wi, 0), cols, acc, limit, prefetch if ahead else None, run_nbytes)
 
             def step(j, *acc):
                 if ahead:
                     prefetch(0, n_runs // steps, e.add(wi, e.mul(j, nbytes // steps)))
-                offset = e.mul(j, n_runs // steps * ACT)
-                return accumulate(e, runs(e, wi, j), [e.add(c, offset) for c in cols], acc, limit)
+                offset = e.mul(j, n_runs // steps * run_nbytes)
+                return accumulate(e, runs(e, wi, j), [e.add(c, offset) for c in cols], acc, limit, None, run_nbytes)
 
             return e.loop(steps, list(acc), step)
 
         outputs = Outputs(e, out, out_stride, columns, n_rows, n_cols)
-        outputs.store(e.loop(n, outputs.load(add), block))
+        before = outputs.load(add)
+        acc = e.loop(n, [a if j == 0 else e.zero_f32() for a in before for j in range(records)], block)
+        outputs.store(acc if records == 1 else [e.fadd(*both) for both in zip(acc[::2], acc[1::2], strict=True)])
 
     return tile
 
 
 @functools.cache
-def panel_tile(type_name, columns):
-    """Emitted tile of a type's panels, fastest for exactly that many columns.
+def panel_tile(type_name, columns, records=1):
+    """Emitted tile of a type's panels, fastest for exactly that many columns of 1 or 2 records a run.
 
     Prefetch is on where arithmetic takes about as long as memory: from 3 columns, or below 4 bits a weight.
     """
     p = types.by_name(type_name).quant.panel
-    ahead = AHEAD if columns >= 3 or p.nbytes * 8 < 4 * ROWS * p.blck_size else 0
-    return _tile(p.runs, p.blck_size, p.nbytes, p.limit, p.steps, columns, ahead)
+    ahead = AHEAD if columns * records >= 3 or p.nbytes * 8 < 4 * ROWS * p.blck_size else 0
+    return _tile(p.runs, p.blck_size, p.nbytes, p.limit, p.steps, columns, ahead, records)
 
 
 # ---- unpacked panels: one form for all types -----------------------------------------------------------------------
@@ -208,8 +212,8 @@ def unpacked_form(type_name):
 
 
 @functools.cache
-def unpacked_tile(form, columns):
-    """Emitted tile of unpacked runs."""
+def unpacked_tile(form, columns, records=1):
+    """Emitted tile of unpacked runs by columns of 1 or 2 records a run."""
     parts, minimum, offset_shift, limit = form
 
     def operand(e, w, offset):
@@ -225,7 +229,7 @@ def unpacked_tile(form, columns):
             out.append(Part(operands, e.load_f32(w, 512 + 64 * j), offset_shift, m))
         yield out
 
-    return _tile(runs, RUN, form.nbytes, limit, 1, columns, 0)
+    return _tile(runs, RUN, form.nbytes, limit, 1, columns, 0, records)
 
 
 def _store_unpacked(e, at, parts, offset_shift):

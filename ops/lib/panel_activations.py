@@ -14,6 +14,8 @@ act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
 Given the codes q, d = sum(x q) / sum(q q), which differs little from m / 127 and takes a thirty-second off the squared
 error. Values below 1e-38 count as 0.
 
+act_q16: two records for each 32, the second one of what the first leaves of the values: about 16 bits.
+
 Rows are filled up with records of zeros to a multiple of 256 values, since a panel block may be longer than the blocks
 of its type. They are an odd number of lines apart, so that several columns do not meet in the same cache sets.
 
@@ -109,22 +111,30 @@ def _best_scale(e, d, scaled, codes):
     return b.fadd(d, b.fmul(d, b.fdiv(rest, total)))
 
 
-def _quantize_runs(load, size):
+def _quantize(e, values, to):
+    """Write the record of 32 values at `to`; returns d, in 16 lanes, and the codes."""
+    b, top = e.b, _largest(e, values)
+    factor = b.fdiv(F32(127.0), top)
+    factor = [e.splat(b.select(b.fcmp_ordered(">", factor, F32(LARGEST)), F32(LARGEST), factor))] * e.parts
+    scaled = [e.fmul(v, factor) for v in values]
+    codes = [e.rint_i32(u) for u in scaled]
+    d = [e.splat(_best_scale(e, b.fmul(top, F32(1 / 127)), scaled, codes))] * e.parts
+    _store_record(e, to, d, codes)
+    return d, codes
+
+
+def _quantize_runs(load, size, records):
     @emitted("x out n")
     def quantize_runs(e, x, out, n):
         """Records of n runs of 32 values at x."""
-        b = e.b
 
         def run(i):
-            xi, to = e.add(x, e.mul(i, 32 * size)), e.add(out, e.mul(i, ACT))
+            xi, to = e.add(x, e.mul(i, 32 * size)), e.add(out, e.mul(i, ACT * records))
             values = [getattr(e, load)(xi, 16 * size * half) for half in range(2)]
-            top = _largest(e, values)
-            factor = b.fdiv(F32(127.0), top)
-            factor = [e.splat(b.select(b.fcmp_ordered(">", factor, F32(LARGEST)), F32(LARGEST), factor))] * e.parts
-            scaled = [e.fmul(v, factor) for v in values]
-            codes = [e.rint_i32(u) for u in scaled]
-            d = _best_scale(e, b.fmul(top, F32(1 / 127)), scaled, codes)
-            _store_record(e, to, [e.splat(d)] * e.parts, codes)
+            d, codes = _quantize(e, values, to)
+            if records == 2:
+                rest = [e.fsub(v, e.fmul(d, e.to_f32(q))) for v, q in zip(values, codes, strict=True)]
+                _quantize(e, rest, e.add(to, ACT))
             return []
 
         e.loop(n, [], run)
@@ -152,9 +162,9 @@ def _copy_blocks(type_name):
     return copy_blocks
 
 
-def q8_row_nbytes(k):
-    """Bytes from row to row of act_q8 records."""
-    return ACT * (-(-k // WHOLE) * (WHOLE // 32) | 1)
+def q8_row_nbytes(k, records=1):
+    """Bytes from row to row of act_q8 records, or act_q16's with records 2."""
+    return ACT * (records * -(-k // WHOLE) * (WHOLE // 32) | 1)
 
 
 def q8_by_rows(dst, nth):
@@ -171,18 +181,19 @@ def q8_share(per_row, n, is_short, ith, nth):
 
 
 @functools.cache
-def quantize_kernel(type_name):
+def quantize_kernel(type_name, records=1):
     """Kernel: src0 of a float type, or already int8 in ggml's Q8_0, Q8_1 or Q8_K, to act_q8 records in dst.
 
-    src0 needs nb[0] equal to the type's size; dst is I8 {`q8_row_nbytes(ne0)`, ne1, ne2, ne3}, contiguous.
+    With records 2 a float type to those of act_q16. src0 needs nb[0] equal to the type's size; dst is
+    I8 {`q8_row_nbytes(ne0, records)`, ne1, ne2, ne3}, contiguous.
     """
     if type_name in BLOCKS:
         convert, (unit, unit_nbytes) = _copy_blocks(type_name), BLOCKS[type_name]
     else:
-        convert = _quantize_runs(LOADS[type_name], SIZES[type_name])
+        convert = _quantize_runs(LOADS[type_name], SIZES[type_name], records)
         unit, unit_nbytes = 32, 32 * SIZES[type_name]
 
-    short = q8_row_nbytes(SHORT)
+    short, value_nbytes = q8_row_nbytes(SHORT), ACT * records // 32
 
     @kernel(by_rows=q8_by_rows)
     def act_q8(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, op_params, work, ith, nth):
@@ -190,16 +201,16 @@ def quantize_kernel(type_name):
         n_rows = src0_ne[1] * src0_ne[2] * src0_ne[3]
         at, end = q8_share(per_row, n_rows, dst_ne[0] <= short, ith, nth)
         source, target = memory.address(src0), memory.address(dst)
-        filled = (src0_ne[0] + WHOLE - 1) // WHOLE * (2 * WHOLE)
+        filled = (src0_ne[0] + WHOLE - 1) // WHOLE * (value_nbytes * WHOLE)
         while at < end:
             row, first = at // per_row, at % per_row
             n = end - at if end - at < per_row - first else per_row - first
             i1, i2, i3 = row % src0_ne[1], row // src0_ne[1] % src0_ne[2], row // (src0_ne[1] * src0_ne[2])
             offs = i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3] + first * unit_nbytes
-            convert(source + offs, target + row * dst_nb[1] + first * (unit * 2), n)
+            convert(source + offs, target + row * dst_nb[1] + first * (unit * value_nbytes), n)
             at += n
             if first + n == per_row:
-                for i in range(src0_ne[0] * 2, filled, 8):
+                for i in range(src0_ne[0] * value_nbytes, filled, 8):
                     memory.store_i64(dst, row * dst_nb[1] + i, 0)
 
     return act_q8

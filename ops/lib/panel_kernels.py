@@ -164,9 +164,15 @@ def end_row(end):
 # ---- few columns ---------------------------------------------------------------------------------------------------
 
 
-def tile_columns(n):
-    """Columns of the tile for n of them: the least cost of its passes, about 4 columns' worth for each."""
-    return min(COLUMNS, key=lambda c: -(-n // c) * (c + 4))
+def tile_columns(n, records=1):
+    """Columns of the tile for n of them: the least cost of its passes, about 4 columns' worth for each.
+
+    Args:
+        n: columns.
+        records: of a column for each run.
+    """
+    fit = [c for c in COLUMNS if c * records <= COLUMNS[-1]]
+    return min(fit, key=lambda c: -(-n // c) * (c * records + 4))
 
 
 def tile_width(type_name, columns, along=1):
@@ -175,7 +181,7 @@ def tile_width(type_name, columns, along=1):
 
 
 @functools.cache
-def rows_product(type_name, columns, side_by_side=False):
+def rows_product(type_name, columns, side_by_side=False, records=1):
     """Jitted (src, offs, stride, n_rows, k, work, scratch, y, y_stride, out, out_stride, n_cols): 16 rows by columns.
 
     Rows are k weights at src[offs:], stride bytes apart; `columns` of the n_cols, y_stride apart, are done at a time.
@@ -183,8 +189,9 @@ def rows_product(type_name, columns, side_by_side=False):
     """
     if type_name in float_panel.UNITS:
         return float_rows.rows_product(type_name, columns, side_by_side)
-    unit, nbytes, row_nbytes, y_nbytes, _, pack = weights(type_name)
-    slice_n, tile = packed_units(nbytes), panel.panel_tile(type_name, columns)
+    unit, _, row_nbytes, y_nbytes, _, pack = weights(type_name)
+    slice_n, tile = packed_units(type_name, records), panel.panel_tile(type_name, columns, records)
+    y_nbytes *= records
 
     @jitted
     def product(src, offs, stride, n_rows, k, work, scratch, y, y_stride, out, out_stride, n_cols):
@@ -202,7 +209,7 @@ def rows_product(type_name, columns, side_by_side=False):
 
 
 @functools.cache
-def few_kernel(type_name, columns, packed, along=1, end=None):
+def few_kernel(type_name, columns, packed, along=1, end=None, records=1):
     """Kernel for up to 16 columns, a tile of `columns` at a time.
 
     Args:
@@ -211,15 +218,17 @@ def few_kernel(type_name, columns, packed, along=1, end=None):
         packed: src0 holds panels; else rows, packed into the thread's scratch.
         along: dimension of src1 that columns lie along; 2 where each matrix has one column and several share weights.
         end: the `End`; with along 1.
+        records: of activations for a run; with 2 a panel is read in slices of K, as by `many_kernel`.
     """
-    unit, nbytes = weights(type_name).unit, weights(type_name).nbytes
+    unit, nbytes, y_nbytes = weights(type_name).unit, weights(type_name).nbytes, weights(type_name).y_nbytes * records
     per_row = columns if tile_width(type_name, columns, along) else 1
     if type_name in float_panel.UNITS:
         tile = float_panel.float_tile(type_name, columns, per_row > 1, panel.AHEAD if columns >= 3 else 0)
     else:
-        tile = panel.panel_tile(type_name, columns)
-    slot = 0 if packed else packed_units(nbytes) * nbytes
-    product = rows_product(type_name, columns, per_row > 1)
+        tile = panel.panel_tile(type_name, columns, records)
+    slot = 0 if packed else packed_units(type_name, records) * nbytes
+    product = rows_product(type_name, columns, per_row > 1, records)
+    per_slice = slice_units(type_name) if records > 1 else 1 << 62
     finish, is_pair, ends = end_row(end), end is not None and end.is_pair, end is not None
     second = 64 * FEW if is_pair else 0
 
@@ -237,9 +246,12 @@ def few_kernel(type_name, columns, packed, along=1, end=None):
                 k, y_stride = src_ne[0], y_nb[along]
                 product(src, offs, src_nb[1], n_rows, k, work, scratch, y_j, y_stride, out_j, step, n_cols)
             else:
-                for c in range(0, n_cols, columns):
-                    y_c = y_j + c // per_row * y_nb[along]
-                    tile(w, y_c, y_nb[along], out_j + c * step, step, n_units, n_rows, n_cols - c, 0)
+                for first in range(0, n_units if n_units > 0 else 1, per_slice):  # without k the results are 0
+                    n = per_slice if first + per_slice < n_units else n_units - first
+                    w_s, y_s, add = w + first * nbytes, y_j + first * y_nbytes, 1 if first else 0
+                    for c in range(0, n_cols, columns):
+                        y_c = y_s + c // per_row * y_nb[along]
+                        tile(w_s, y_c, y_nb[along], out_j + c * step, step, n, n_rows, n_cols - c, add)
 
     @kernel(counter=True)
     def mul_mat_few(
@@ -296,15 +308,14 @@ def repeated_or_0(ne, nb, i1, i2, i3):
     return rows.repeated(ne, nb, i1, i2, i3) if ne[0] > 0 else 0
 
 
-def packed_units(nbytes):
+def packed_units(type_name, records=1):
     """Panel units in a slice that is packed for few columns; whole lines."""
-    return max(PACKED_SLICE // nbytes // 2 * 2, 2)
+    return max(PACKED_SLICE // weights(type_name).nbytes // 2 * 2, 2) if records == 1 else slice_units(type_name)
 
 
-def few_work_size(type, packed, nth, end=None):
+def few_work_size(type, packed, nth, end=None, records=1):
     """Scratch of `few_kernel` for nth threads, the counter's line not counted."""
-    nbytes = weights(type.name).nbytes
-    size = 0 if packed else packed_units(nbytes) * nbytes
+    size = 0 if packed else packed_units(type.name, records) * weights(type.name).nbytes
     return nth * (size + (64 * FEW if end is not None and end.is_pair else 0))
 
 
@@ -333,23 +344,23 @@ class Prepared(NamedTuple):
     n_scale: int
 
 
-def many_columns(type_name):
+def many_columns(type_name, records=1):
     """Columns of the tile for many columns: as many as the registers of the CPU level hold."""
     if type_name in float_panel.UNITS:
         return {"avx512": 12, "avx2": 6, "neon": 6}.get(cpu_level(), 3)
-    return {"avx512": 8, "avx2": 4, "neon": 4}.get(cpu_level(), 2)
+    return {"avx512": 8, "avx2": 4, "neon": 4}.get(cpu_level(), 2) // records
 
 
 @functools.cache
-def prepared(type_name, packed):
+def prepared(type_name, packed, records=1):
     """The `Prepared` of a type."""
-    columns, w = many_columns(type_name), weights(type_name)
+    columns, w = many_columns(type_name, records), weights(type_name)
     if type_name not in float_panel.UNITS:
         form = panel.unpacked_form(type_name)
-        tile = panel.unpacked_tile(form, columns)
+        tile = panel.unpacked_tile(form, columns, records)
         runs = w.unit // panel.RUN
         convert, packed_nbytes = panel.unpack(type_name), 0 if packed else w.nbytes
-        return Prepared(runs * form.nbytes, packed_nbytes, tile, columns, w.y_nbytes, convert, runs)
+        return Prepared(runs * form.nbytes, packed_nbytes, tile, columns, w.y_nbytes * records, convert, runs)
     tile = float_panel.float_tile("F32" if type_name == "F16" else type_name, columns, side_by_side=True)
     if type_name == "F16":
         return Prepared(64, 0 if packed else w.nbytes, tile, columns, 4 * columns, float_panel.widen_f16, 1)
@@ -390,10 +401,10 @@ def many_work_size(type, ne00, packed, nth):
 
 
 @functools.cache
-def many_kernel(type_name, packed):
-    """Kernel for more than 16 columns."""
+def many_kernel(type_name, packed, records=1):
+    """Kernel for more than 16 columns, of 1 or 2 records a run."""
     unit, nbytes, row_nbytes, _, _, pack = weights(type_name)
-    u_nbytes, packed_nbytes, tile, columns, y_nbytes, convert, n_scale = prepared(type_name, packed)
+    u_nbytes, packed_nbytes, tile, columns, y_nbytes, convert, n_scale = prepared(type_name, packed, records)
     per_row = columns if type_name in float_panel.UNITS else 1
     in_place, converts = u_nbytes == 0, convert is not None
     kb = slice_units(type_name)
