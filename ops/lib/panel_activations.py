@@ -35,9 +35,9 @@ from llvmlite import ir
 
 from ggjit import row_shares
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.ops.lib.emit import F32, I8, I32, emitted, transpose, vector
-from ggjit.ops.lib.int8_sums import OFFSET_SHIFT
-from ggjit.ops.lib.panel import ACT, CODES, NEG_SUM, NEG_SUMS, SUM, SUMS, D
+from ggjit.ops.lib import activation_runs
+from ggjit.ops.lib.emit import I32, emitted, transpose, vector
+from ggjit.ops.lib.panel import ACT
 
 memory = lazy_module("ggjit.ops.lib.memory")
 vec = lazy_module("ggjit.ops.lib.vec")
@@ -47,119 +47,8 @@ SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 BLOCKS = {"Q8_0": (32, 34), "Q8_1": (32, 36), "Q8_K": (256, 292)}  # values and bytes of ggml's own int8 forms
 CODES_AT = {"Q8_0": 2, "Q8_1": 4, "Q8_K": 4}  # offset of their codes
 WHOLE = 256  # values that rows of records are filled up to
-LARGEST = 2.0**127  # that values are multiplied by
 SHORT = 4096  # values of a row that is not worth two threads
 CHUNK = 1024  # values that a thread takes at least in a conversion
-
-
-def _store_record(e, out, d, codes):
-    """Write a record: d in 16 lanes, codes as two i32 operands."""
-    b, sums = e.b, []
-    for half, q in enumerate(codes):
-        partial = q[0]
-        for v in q[1:]:
-            partial = b.add(partial, v)
-        sums.append(e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, partial))
-        for p, v in enumerate(q):
-            e.store_value(out, CODES + 16 * half + p * e.lanes, b.trunc(v, vector(I8, e.lanes)))
-    sums.append(b.add(*sums))
-    scale = b.extract_element(d[0], I32(0))
-    e.store_value(out, D, scale)
-    for s, at, negative_at in zip(sums, (SUMS, SUMS + 4, SUM), (NEG_SUMS, NEG_SUMS + 4, NEG_SUM), strict=True):
-        e.store_value(out, at, b.fmul(scale, b.sitofp(s, scale.type)))
-        e.store_value(out, negative_at, b.mul(s, I32(-1 << OFFSET_SHIFT)))
-    e.store_value(out, NEG_SUM + 4, I32(0))
-
-
-def _largest(e, x):
-    """The largest magnitude of f32 operands, compared as integers: a NaN is larger than all numbers."""
-    b = e.b
-    bits = [v for part in x for v in e.and_i32(e.f32_bits(part), 0x7FFFFFFF)]
-    while len(bits) > 1:
-        bits = [b.select(b.icmp_signed(">", u, v), u, v) for u, v in zip(bits[::2], bits[1::2], strict=True)]
-    top = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, bits[0])
-    return b.bitcast(top, F32)
-
-
-def _lane_sums(e, x, y):
-    """The sums of the 16 f32 lanes of x and of y, by trees of halves that are the same at every level."""
-    b = e.b
-    while len(x) > 1:
-        half = len(x) // 2
-        x, y = ([b.fadd(u, v) for u, v in zip(p[:half], p[half:], strict=True)] for p in (x, y))
-    (first,), (second,) = x, y
-    n = e.lanes
-    while n > 1:  # n lanes of x are followed by n of y, at first in a vector of their own
-        half = n // 2
-        low, high = (
-            ir.Constant(vector(I32, n), [a + i for a in (at, at + n) for i in range(half)]) for at in (0, half)
-        )
-        first = second = b.fadd(b.shuffle_vector(first, second, low), b.shuffle_vector(first, second, high))
-        n = half
-    return b.extract_element(first, I32(0)), b.extract_element(first, I32(1))
-
-
-def _best_scale(e, d, scaled, codes):
-    """d (1 + sum((u - q) q) / sum(q q)) of u = x / d and codes q: least squares, from small differences."""
-    b, rest, squares = e.b, e.zero_f32(), e.zero_f32()
-    for u, q in zip(scaled, codes, strict=True):
-        f = e.to_f32(q)
-        rest = e.fadd(rest, e.fmul(e.fsub(u, f), f))
-        squares = e.fadd(squares, e.fmul(f, f))  # exact
-    rest, total = _lane_sums(e, rest, squares)
-    total = b.select(b.fcmp_ordered(">", total, F32(0.0)), total, F32(1.0))
-    return b.fadd(d, b.fmul(d, b.fdiv(rest, total)))
-
-
-def _quantize(e, values, to):
-    """Write the record of 32 values at `to`; returns d, in 16 lanes, and the codes."""
-    b, top = e.b, _largest(e, values)
-    factor = b.fdiv(F32(127.0), top)
-    factor = [e.splat(b.select(b.fcmp_ordered(">", factor, F32(LARGEST)), F32(LARGEST), factor))] * e.parts
-    scaled = [e.fmul(v, factor) for v in values]
-    codes = [e.rint_i32(u) for u in scaled]
-    d = [e.splat(_best_scale(e, b.fmul(top, F32(1 / 127)), scaled, codes))] * e.parts
-    _store_record(e, to, d, codes)
-    return d, codes
-
-
-def _quantize_runs(load, size, records):
-    @emitted("x out n")
-    def quantize_runs(e, x, out, n):
-        """Records of n runs of 32 values at x."""
-
-        def run(i):
-            xi, to = e.add(x, e.mul(i, 32 * size)), e.add(out, e.mul(i, ACT * records))
-            values = [getattr(e, load)(xi, 16 * size * half) for half in range(2)]
-            d, codes = _quantize(e, values, to)
-            if records == 2:
-                rest = [e.fsub(v, e.fmul(d, e.to_f32(q))) for v, q in zip(values, codes, strict=True)]
-                _quantize(e, rest, e.add(to, ACT))
-            return []
-
-        e.loop(n, [], run)
-
-    return quantize_runs
-
-
-def _copy_blocks(type_name):
-    (values, nbytes), codes_at = BLOCKS[type_name], CODES_AT[type_name]
-
-    @emitted("x out n")
-    def copy_blocks(e, x, out, n):
-        """Records of n int8 blocks at x."""
-
-        def block(i):
-            xi, to = e.add(x, e.mul(i, nbytes)), e.add(out, e.mul(i, values // 32 * ACT))
-            d = e.splat_f32(xi) if type_name == "Q8_K" else e.splat_f16(xi)
-            for r in range(values // 32):
-                codes = [e.load_u8_as_i32(xi, codes_at + 32 * r + 16 * h, signed=True) for h in range(2)]
-                _store_record(e, e.add(to, r * ACT), d, codes)
-            return []
-
-        e.loop(n, [], block)
-
-    return copy_blocks
 
 
 def q8_row_nbytes(k, records=1):
@@ -188,9 +77,10 @@ def quantize_kernel(type_name, records=1):
     I8 {`q8_row_nbytes(ne0, records)`, ne1, ne2, ne3}, contiguous.
     """
     if type_name in BLOCKS:
-        convert, (unit, unit_nbytes) = _copy_blocks(type_name), BLOCKS[type_name]
+        unit, unit_nbytes = BLOCKS[type_name]
+        convert = activation_runs.copy_blocks(unit, unit_nbytes, CODES_AT[type_name], type_name == "Q8_K")
     else:
-        convert = _quantize_runs(LOADS[type_name], SIZES[type_name], records)
+        convert = activation_runs.quantize_runs(LOADS[type_name], SIZES[type_name], records)
         unit, unit_nbytes = 32, 32 * SIZES[type_name]
 
     short, value_nbytes = q8_row_nbytes(SHORT), ACT * records // 32
@@ -201,17 +91,22 @@ def quantize_kernel(type_name, records=1):
         n_rows = src0_ne[1] * src0_ne[2] * src0_ne[3]
         at, end = q8_share(per_row, n_rows, dst_ne[0] <= short, ith, nth)
         source, target = memory.address(src0), memory.address(dst)
+        nbytes = unit * value_nbytes
         filled = (src0_ne[0] + WHOLE - 1) // WHOLE * (value_nbytes * WHOLE)
-        while at < end:
+        while at < end:  # matrix after matrix
             row, first = at // per_row, at % per_row
-            n = end - at if end - at < per_row - first else per_row - first
             i1, i2, i3 = row % src0_ne[1], row // src0_ne[1] % src0_ne[2], row // (src0_ne[1] * src0_ne[2])
-            offs = i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3] + first * unit_nbytes
-            convert(source + offs, target + row * dst_nb[1] + first * (unit * value_nbytes), n)
+            n = (src0_ne[1] - i1) * per_row - first
+            n = end - at if end - at < n else n
+            convert(
+                source + i1 * src0_nb[1] + i2 * src0_nb[2] + i3 * src0_nb[3] + first * unit_nbytes,
+                src0_nb[1] - per_row * unit_nbytes, target + row * dst_nb[1] + first * nbytes,
+                dst_nb[1] - per_row * nbytes, per_row, per_row - first, n,
+            )  # fmt: skip
             at += n
-            if first + n == per_row:
+            for r in range(row, at // per_row):
                 for i in range(src0_ne[0] * value_nbytes, filled, 8):
-                    memory.store_i64(dst, row * dst_nb[1] + i, 0)
+                    memory.store_i64(dst, r * dst_nb[1] + i, 0)
 
     return act_q8
 
