@@ -20,7 +20,6 @@ from ggjit.op import Op
 from ggjit.ops.unary import FORMULAS, lanes_of
 from ggjit.tensor import Tensor, new_node
 
-activations = lazy_module("ggjit.ops.lib.activations")
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
 vec = lazy_module("ggjit.ops.lib.vec")
@@ -226,31 +225,25 @@ def _(node, a, b=None):
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@jitted
-def oai_lanes(x, g, alpha, limit):
-    """Lanes of swiglu_oai."""
-    x = vec.min(x, limit)
-    return x / (vec.exp(x * -alpha) + 1.0) * (vec.max(vec.min(g, limit), -limit) + 1.0)
-
-
-@jitted
-def clamp_lanes(x, g, alpha, limit):
-    """Lanes of swiglu_clamp."""
-    return activations.silu(vec.min(x, limit)) * vec.max(vec.min(g, limit), -limit)
-
-
 @functools.cache
 def glu_lanes(function: str, type_name: str):
     """Helper (x, g, alpha, limit) -> vector."""
-    if function not in GATES:
-        return {"swiglu_oai": oai_lanes, "swiglu_clamp": clamp_lanes}[function]
-    gate = lanes_of(GATES[function], type_name)
+    gate, exp = lanes_of(GATES.get(function, "silu"), type_name), lanes_of("exp", type_name)
 
     @jitted
-    def lanes(x, g, alpha, limit):
+    def gated(x, g, alpha, limit):
         return gate(x) * g
 
-    return lanes
+    @jitted
+    def oai(x, g, alpha, limit):
+        x = vec.min(x, limit)
+        return x / (exp(x * -alpha) + 1.0) * (vec.max(vec.min(g, limit), -limit) + 1.0)
+
+    @jitted
+    def clamped(x, g, alpha, limit):
+        return gate(vec.min(x, limit)) * vec.max(vec.min(g, limit), -limit)
+
+    return {"swiglu_oai": oai, "swiglu_clamp": clamped}.get(function, gated)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from ggjit.op import Op
 from ggjit.tensor import Tensor, new_node, view_tensor
 
 activations = lazy_module("ggjit.ops.lib.activations")
+half_activations = lazy_module("ggjit.ops.lib.half_activations")
 memory = lazy_module("ggjit.ops.lib.memory")
 rows = lazy_module("ggjit.ops.lib.rows")
 vec = lazy_module("ggjit.ops.lib.vec")
@@ -327,14 +328,16 @@ _CHEAP = (
     "abs", "sgn", "neg", "step", "relu", "floor", "ceil", "trunc", "round", "hardswish", "hardsigmoid",
 )  # fmt: skip
 _DIRECT = ("abs", "tanh", "exp", "floor", "ceil", "trunc")  # functions of vec; "round" there would be another
+_HALF = ("elu", "exp", "expm1", "gelu", "gelu_erf", "gelu_quick", "sigmoid", "silu", "softplus", "tanh")
 
 
 def lanes_of(function: str, type_name: str):
     """Helper vector -> vector of a function without parameters."""
+    if function in _HALF and type_name != "F32":
+        return getattr(half_activations, function)
     if function in _DIRECT:
         return getattr(vec, function)
-    name = {"round": "round_away", "gelu": "gelu" if type_name == "F32" else "gelu_open"}.get(function, function)
-    return getattr(activations, name)
+    return getattr(activations, "round_away" if function == "round" else function)
 
 
 @functools.cache

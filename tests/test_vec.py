@@ -14,7 +14,7 @@ import pytest
 from test_memory import TAIL, arg, bf16_bits
 
 from ggjit.cpu import LEVELS, cpu_level, has
-from ggjit.jit import kernel
+from ggjit.jit import jitted, kernel
 from ggjit.ops.lib import vec
 
 LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 100)
@@ -179,6 +179,26 @@ def test_tails_stay_inside(name):
     check_tails(name)
 
 
+@jitted
+def same(x):
+    return x
+
+
+def bf16_cases():
+    """float32 of every kind: denormals alone and among others, ties, infinities, NaN quiet and signalling."""
+    tops = np.arange(65536, dtype=np.uint32) << 16
+    ties = np.concatenate([tops + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])  # in turn: one kind a vector
+    return np.concatenate([ties, np.random.default_rng(2).permutation(ties), ties[-5:]]).astype(np.uint32)
+
+
+def test_bf16_is_rounded_alike_whatever_the_vector_holds():
+    bits = bf16_cases()
+    want = np.where(bits & 0x7FFFFFFF > 0x7F800000, bits >> 16 | 64, bf16_bits(bits.view(np.float32)))
+    how = {"store": vec.storer("BF16"), "store_first": vec.storer_first("BF16")}
+    got = apply(same, bits.view(np.float32), "u2", **how)
+    assert np.array_equal(got, want)
+
+
 def test_integer_loads_and_stores():
     for bits in (8, 16, 32):
         x = RNG.integers(-100, 100, 37).astype(f"i{bits // 8}")
@@ -246,6 +266,7 @@ def test_lane_sum_is_a_fixed_tree():
 
 DOMAINS = {
     "exp": np.concatenate([RNG.uniform(-104, 89, 200_000), np.linspace(-1, 1, 20_001), np.linspace(88.7, 88.73, 1000)]),
+    "exp2": np.concatenate([RNG.uniform(-150, 128, 200_000), np.linspace(-1, 1, 20_001), np.arange(-149, 128)]),
     "log": np.concatenate([np.exp(RNG.uniform(-103, 88, 200_000)), np.linspace(0.5, 2, 20_001)]),
     "tanh": np.concatenate(
         [RNG.uniform(-10, 10, 200_000), np.linspace(-1, 1, 20_001), RNG.uniform(-1e-20, 1e-20, 100)]
@@ -253,10 +274,11 @@ DOMAINS = {
 }
 SPECIAL = {
     "exp": [(-np.inf, 0), (np.inf, np.inf), (0, 1), (-0.0, 1), (-200, 0), (200, np.inf), (3e38, np.inf), (-3e38, 0)],
+    "exp2": [(-np.inf, 0), (np.inf, np.inf), (0, 1), (-0.0, 1), (-151, 0), (128, np.inf), (3e38, np.inf), (-3e38, 0)],
     "log": [(0, -np.inf), (-0.0, -np.inf), (np.inf, np.inf), (1, 0), (-1, np.nan), (-np.inf, np.nan)],
     "tanh": [(np.inf, 1), (-np.inf, -1), (0, 0), (100, 1), (-100, -1)],
 }
-FUNCTIONS = {"exp": vec.exp, "log": vec.log, "tanh": vec.tanh}
+FUNCTIONS = {"exp": vec.exp, "exp2": vec.exp2, "log": vec.log, "tanh": vec.tanh}
 
 
 def ulps(got, want):
@@ -302,6 +324,8 @@ def digest():
     h = hashlib.sha256()
     for name, function in FUNCTIONS.items():
         h.update(apply(function, DOMAINS[name].astype(np.float32)).tobytes())
+    how = {"store": vec.storer("BF16"), "store_first": vec.storer_first("BF16")}
+    h.update(apply(same, bf16_cases().view(np.float32), "u2", **how).tobytes())
     x = (np.random.default_rng(5).standard_normal(1003) * 300).astype(np.float32)
     for name, dtype in (("F16", "u2"), ("BF16", "u2")):
         how = {"store": vec.storer(name), "store_first": vec.storer_first(name)}

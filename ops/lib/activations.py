@@ -8,9 +8,13 @@ some hundred units. For infinities and NaN the results are ggml's.
 from ggjit.jit import jitted
 from ggjit.ops.lib import vec
 
-# erfc(z) = t exp(P(t) - z^2), t = 1 / (1 + z / 2), for z >= 0: least squares on Chebyshev nodes, error 5.4e-8
-_ERFC = (0.15395260, -0.73015124, 1.2732782, -0.85202193, 0.049095988, -0.067735992, 0.058146335, 0.38170520,
-         0.99920720, -1.2654762)  # fmt: skip
+_LOG2E = 1.4426950408889634
+# erfc(z) = t 2^(P(t) - z^2 log2 e), t = 1 / (1 + z / 2), for z >= 0: least squares on Chebyshev nodes, error 5.4e-8
+_ERFC = (0.222106653, -1.05338557, 1.83695214, -1.22920781, 0.0708305384,
+         -0.0977223797, 0.0838874292, 0.550684199, 1.44155127, -1.82569624)  # fmt: skip
+# log1p(y) / y on [0, 1], minimax with 1 at 0: error 5.3e-9
+_LOG1P = (-0.00329046859, 0.0200862419, -0.057457231, 0.106611282, -0.153448805, 0.196921021, -0.24958019, 0.333304644,
+          -0.499999315)  # fmt: skip
 
 
 @jitted
@@ -32,16 +36,10 @@ def silu(x):
 
 
 @jitted
-def gelu_open(x):
-    """x / (1 + e^-2u), u = sqrt(2/pi) x (1 + 0.044715 x^2): the tanh form; NaN at -inf."""
-    u = x * vec.fma(x * x, 0.044715 * 0.7978845608028654, 0.7978845608028654)
-    return x / (vec.exp(u * -2.0) + 1.0)
-
-
-@jitted
 def gelu(x):
-    """The tanh form, 0 up to -10."""
-    return vec.select(x <= -10.0, 0.0, gelu_open(x))
+    """x / (1 + e^-2u), u = sqrt(2/pi) x (1 + 0.044715 x^2): the tanh form, 0 up to -10."""
+    u = x * vec.fma(x * x, 0.044715 * 0.7978845608028654, 0.7978845608028654)
+    return vec.select(x <= -10.0, 0.0, x / (vec.exp(u * -2.0) + 1.0))
 
 
 @jitted
@@ -51,21 +49,21 @@ def gelu_quick(x):
 
 
 @jitted
-def erfc_positive(z):
-    """1 - erf(z) of z >= 0."""
-    t = 1.0 / vec.fma(z, 0.5, 1.0)
+def erfc_of(size):
+    """erfc(size / sqrt 2) of size >= 0: twice what the normal distribution has above it."""
+    t = 1.0 / vec.fma(size, 0.5 * 0.7071067811865476, 1.0)
     p = vec.fma(vec.splat(_ERFC[0]), t, _ERFC[1])
     p = vec.fma(vec.fma(p, t, _ERFC[2]), t, _ERFC[3])
     p = vec.fma(vec.fma(p, t, _ERFC[4]), t, _ERFC[5])
     p = vec.fma(vec.fma(p, t, _ERFC[6]), t, _ERFC[7])
     p = vec.fma(vec.fma(p, t, _ERFC[8]), t, _ERFC[9])
-    return t * vec.exp(p - z * z)
+    return t * vec.exp2(vec.fma(size * size, -0.5 * _LOG2E, p))
 
 
 @jitted
 def gelu_erf(x):
     """x / 2 (1 + erf(x / sqrt 2))."""
-    rest = erfc_positive(vec.abs(x) * 0.7071067811865476)
+    rest = erfc_of(vec.abs(x))
     return x * 0.5 * vec.select(x > 0.0, 2.0 - rest, rest)
 
 
@@ -93,11 +91,10 @@ def elu(x):
 def softplus(x):
     """log(1 + e^x), as max(x, 0) + log1p(e^-|x|)."""
     y = vec.exp(-vec.abs(x))
-    s = y / (y + 2.0)  # log1p(y) = 2 atanh(s), s <= 1/3
-    q = s * s
-    p = vec.fma(vec.fma(vec.fma(q, 1.0 / 13.0, 1.0 / 11.0), q, 1.0 / 9.0), q, 1.0 / 7.0)
-    p = vec.fma(vec.fma(vec.fma(p, q, 1.0 / 5.0), q, 1.0 / 3.0), q, 1.0)
-    return vec.max(0.0, x) + (s + s) * p
+    p = vec.fma(vec.fma(vec.splat(_LOG1P[0]), y, _LOG1P[1]), y, _LOG1P[2])
+    p = vec.fma(vec.fma(vec.fma(p, y, _LOG1P[3]), y, _LOG1P[4]), y, _LOG1P[5])
+    p = vec.fma(vec.fma(vec.fma(p, y, _LOG1P[6]), y, _LOG1P[7]), y, _LOG1P[8])
+    return vec.fma(vec.fma(p, y, 1.0), y, vec.max(0.0, x))
 
 
 @jitted

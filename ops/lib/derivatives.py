@@ -88,7 +88,7 @@ def gelu(x):
 @jitted
 def gelu_erf(x):
     """Phi(x) + x phi(x) of the normal distribution."""
-    rest = activations.erfc_positive(vec.abs(x) * 0.7071067811865476)
+    rest = activations.erfc_of(vec.abs(x))
     below = vec.select(x > 0.0, 2.0 - rest, rest) * 0.5
     return vec.fma(x, vec.exp(x * x * -0.5) * 0.3989422804014327, below)
 

@@ -60,31 +60,90 @@ def _two_to(b, n):
     return b.bitcast(b.shl(b.add(n, c(127)), c(23)), f32)
 
 
-def _times_two_to(b, p, n):
-    """p * 2^n, n a float, by AVX-512's instruction. It rounds once, as the second product of the other levels does."""
-    rounding, every = ir.IntType(32)(4), ir.IntType(16)(-1)  # as the mode says; all lanes
-    operands = [p, n, p, every, rounding]
-    function = ir.FunctionType(p.type, [v.type for v in operands])
-    return b.call(cgutils.get_or_insert_function(b.module, function, "llvm.x86.avx512.mask.scalef.ps.512"), operands)
+def _is_wide(x):
+    return cpu_level() == "avx512" and isinstance(x.type, ir.VectorType) and x.type.count == 16
+
+
+def _scaled(b, p, whole, shifted):
+    """p * 2^whole, rounded once; shifted is whole + _ROUND."""
+    if _is_wide(p):
+        rounding, every = ir.IntType(32)(4), ir.IntType(16)(-1)  # as the mode says; all lanes
+        operands = [p, whole, p, every, rounding]
+        function = ir.FunctionType(p.type, [v.type for v in operands])
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        return b.call(cgutils.get_or_insert_function(b.module, function, name), operands)
+    i32 = integer_vector(p.type, 32)
+    n = b.sub(b.bitcast(shifted, i32), constant(i32, 0x4B400000))  # _ROUND's bits
+    half = b.ashr(n, constant(i32, 1))  # 2^n may be no float32: two factors
+    return b.fmul(b.fmul(p, _two_to(b, half)), _two_to(b, b.sub(n, half)))
 
 
 def exp(b, x):
     """e^x. -inf and what is too small give 0 (through the denormals), too large inf, NaN NaN."""
-    c, i32 = functools.partial(constant, x.type), integer_vector(x.type, 32)
+    c = functools.partial(constant, x.type)
     x = b.select(b.fcmp_ordered("<", x, c(-104.0)), c(-104.0), x)
     x = b.select(b.fcmp_ordered(">", x, c(89.0)), c(89.0), x)
     shifted = fma(b, x, c(1.44269504088896341), c(_ROUND))
-    n = b.sub(b.bitcast(shifted, i32), constant(i32, 0x4B400000))  # _ROUND's bits
     whole = b.fsub(shifted, c(_ROUND))
     r = fma(b, whole, c(-0.693359375), x)
     r = fma(b, whole, c(2.12194440e-4), r)
-    p = _polynomial(b, r, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
-                           5.0000001201e-1))  # fmt: skip
+    p = _polynomial(b, r, (1.381982584e-3, 8.368686773e-3, 4.166827723e-2, 1.666652113e-1, 4.999999404e-1))
     p = b.fadd(fma(b, p, b.fmul(r, r), r), c(1.0))
-    if cpu_level() == "avx512" and isinstance(x.type, ir.VectorType) and x.type.count == 16:
-        return _times_two_to(b, p, whole)
-    half = b.ashr(n, constant(i32, 1))  # 2^n may be no float32: two factors
-    return b.fmul(b.fmul(p, _two_to(b, half)), _two_to(b, b.sub(n, half)))
+    return _scaled(b, p, whole, shifted)
+
+
+_EXP2 = (
+    0.0001532719616,
+    0.001339102513,
+    0.009618504904,
+    0.05550359562,
+    0.2402264774,
+    0.6931471825,
+)  # (2^f - 1) / f, minimax: error 3e-9 of 2^f
+_EXP2_HALF = (9.6180793e-3, 5.5837218e-2, 2.4023253e-1, 6.9313687e-1)  # error 1.5e-5, of 2^f 6e-6
+
+
+def _exp2_parts(b, t, coefficients):
+    """(f, q, whole, shifted): 2^t = (1 + f q) 2^whole."""
+    c = functools.partial(constant, t.type)
+    if _is_wide(t):
+        every, rounding = ir.IntType(16)(-1), ir.IntType(32)(4)
+        operands = [t, ir.IntType(32)(8), t, every, rounding]
+        function = ir.FunctionType(t.type, [v.type for v in operands])
+        name = "llvm.x86.avx512.mask.reduce.ps.512"  # less the nearest integer; 0 for infinities
+        f = b.call(cgutils.get_or_insert_function(b.module, function, name), operands)
+        shifted, whole = None, b.fsub(t, f)
+    else:
+        t = b.select(b.fcmp_ordered("<", t, c(-160.0)), c(-160.0), t)
+        t = b.select(b.fcmp_ordered(">", t, c(160.0)), c(160.0), t)
+        shifted = b.fadd(t, c(_ROUND))
+        whole = b.fsub(shifted, c(_ROUND))
+        f = b.fadd(b.fsub(t, whole), c(0.0))  # 0 also for -0, as above
+    return f, _polynomial(b, f, coefficients), whole, shifted
+
+
+def _exp2(b, t, coefficients):
+    f, q, whole, shifted = _exp2_parts(b, t, coefficients)
+    return _scaled(b, fma(b, f, q, constant(t.type, 1.0)), whole, shifted)
+
+
+def exp2(b, t):
+    """2^t. Edges as for `exp`, which is not this of x log2 e: the product's rounding counts |x| times."""
+    return _exp2(b, t, _EXP2)
+
+
+def exp2_half(b, t):
+    """2^t for results of F16 and BF16: error 6e-6."""
+    return _exp2(b, t, _EXP2_HALF)
+
+
+def exp2m1_half(b, t):
+    """2^t - 1 for results of F16 and BF16: error 2e-5, also where it is small."""
+    c = functools.partial(constant, t.type)
+    f, q, whole, shifted = _exp2_parts(b, t, _EXP2_HALF)
+    near = b.fmul(f, q)
+    far = b.fsub(_scaled(b, b.fadd(near, c(1.0)), whole, shifted), c(1.0))
+    return b.select(b.fcmp_ordered("==", whole, c(0.0)), near, far)
 
 
 def log(b, x):

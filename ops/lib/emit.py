@@ -27,6 +27,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ggjit.cpu import has, has_int8_dot
+from ggjit.ops.lib.bfloat import BF16
 from ggjit.ops.lib.emitted import emitted
 
 __all__ = [
@@ -38,20 +39,6 @@ I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 ROWS = 16
 BITS = {"avx512": 512, "avx2": 256, "neon": 128, "sse2": 128}
-
-
-class _BFloat(ir.types._BaseFloatType):
-    """llvmlite has no bfloat type; this one prints it."""
-
-    null = "0.0"
-    intrinsic_name = "bf16"
-
-    def __str__(self):
-        return "bfloat"
-
-
-_BFloat._create_instance()
-BF16 = _BFloat()
 
 
 def vector(elem, n):

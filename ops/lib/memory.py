@@ -13,8 +13,10 @@ The module imports no Numba, so that factories may choose `loader(type_name)` at
 
 import functools
 
+from ggjit.cpu import has
 from ggjit.jit import cpu_level, intrinsic, lazy_module
 
+bfloat = lazy_module("ggjit.ops.lib.bfloat")
 ir = lazy_module("llvmlite.ir")
 types = lazy_module("numba.core.types")
 arrayobj = lazy_module("numba.np.arrayobj")
@@ -96,6 +98,30 @@ def bf16_to_f32(b, bits):
 
 def f32_to_bf16(b, value):
     """bf16 bits (i16) of float32, to nearest even; a NaN is made quiet."""
+    wide = isinstance(value.type, ir.VectorType) and value.type.count == 16
+    return (_bf16_at_once if wide and cpu_level() == "avx512" and has("avx512bf16") else _bf16_as_integers)(b, value)
+
+
+def _bf16_at_once(b, value):
+    """16 values by the CPU's instruction; a vector with a denormal, which the instruction takes for 0, as integers."""
+    i16, i32, lanes = ir.IntType(16), ir.IntType(32), ir.VectorType(ir.IntType(1), 16)
+    function = ir.FunctionType(lanes, [value.type, i32])
+    classify = cgutils.get_or_insert_function(b.module, function, "llvm.x86.avx512.fpclass.ps.512")
+    function = ir.FunctionType(ir.VectorType(bfloat.BF16, 16), [value.type])
+    convert = cgutils.get_or_insert_function(b.module, function, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    denormal = b.bitcast(b.call(classify, [value, i32(0x20)]), i16)
+    with b.if_else(b.icmp_unsigned("!=", denormal, i16(0)), likely=False) as (rare, usual):
+        with rare:
+            exact, exact_block = _bf16_as_integers(b, value), b.block
+        with usual:
+            rounded, rounded_block = b.bitcast(b.call(convert, [value]), exact.type), b.block
+    out = b.phi(exact.type)
+    out.add_incoming(exact, exact_block)
+    out.add_incoming(rounded, rounded_block)
+    return out
+
+
+def _bf16_as_integers(b, value):
     i32 = integer_vector(value.type, 32)
     c = functools.partial(constant, i32)
     bits = b.bitcast(value, i32)
