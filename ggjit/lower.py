@@ -488,6 +488,11 @@ def lower(
     return Executable(graph, n_threads, lowering, work_context, chains, scratch)
 
 
+def kernels_of(graph: Graph, n_threads: int) -> list[Kernel]:
+    """The kernels that a graph's program runs; nothing is compiled and no data looked at."""
+    return [step.kernel for step in _lowering(graph, n_threads)[0].steps]
+
+
 def scratch_size(graph: Graph, n_threads: int) -> int:
     """Bytes of scratch that a graph's program needs; nothing is compiled and no data looked at."""
     return _lowering(graph, n_threads)[0].scratch_nbytes()

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -61,6 +62,31 @@ def run(n_kernels: int, n_processes: int, compile_one: Callable[[int], None], do
         os.close(news_out)
 
 
+def behind(task: Callable[[], None]) -> int:
+    """Start a child that does a task with the CPU time that this process leaves; it ends with this process.
+
+    Returns:
+        The child's process id, which the caller waits for; 0 without a child, where forking is not safe or there is
+        one CPU.
+    """
+    if processes(2) < 2:
+        return 0
+    parent = os.getpid()
+
+    def run_task() -> None:
+        os.nice(19)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        task()
+
+    return _forked(run_task)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def _numbers(pipe: int) -> Iterator[int]:
     """The numbers left in the pipe, one at a time."""
     while data := os.read(pipe, 4):
@@ -75,6 +101,16 @@ def _report(news: int, done: Callable[[], None]) -> None:
 
 
 def _fork(work: int, news: int, compile_one: Callable[[int], None]) -> int:
+    def compile_all() -> None:
+        for i in _numbers(work):
+            compile_one(i)
+            os.write(news, b".")
+
+    return _forked(compile_all)
+
+
+def _forked(task: Callable[[], None]) -> int:
+    """The process id of a child that does a task and ends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about threads: see above
         child = os.fork()
@@ -82,9 +118,7 @@ def _fork(work: int, news: int, compile_one: Callable[[int], None]) -> int:
         return child
     status = 1
     try:
-        for i in _numbers(work):
-            compile_one(i)
-            os.write(news, b".")
+        task()
         status = 0
     finally:
         os._exit(status)

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from ggjit.dev import reference_ops, warm
+from ggjit.jit import Kernel
 
 REFERENCE = os.environ.get("GGJIT_REFERENCE")
 SMALL_CASES = Path(__file__).parent / "data" / "reference"
+MODEL_FILES = Path(__file__).parent / "data" / "models"
+MODEL_TESTS = {"test_batch.py", "test_gpt2_examples.py", "test_llm.py", "test_mul_mat.py"}
+FEW = (1, 2, 3, 4, 6, 8)
+MODELS = (  # name, numbers of tokens, type of the cache, whether weights are packed
+    ("llama-q.Q4_1", (1, 2, 4, 6, 8, 32), "f16", True),
+    ("llama-headdim", (*FEW, 32), "f16", True),
+    ("gpt2", FEW, "f32", False),
+    ("gpt2", (32,), "f16", False),
+    ("llama-headdim", (*FEW, 32), "f32", True),
+    ("llama-headdim", (1, 32), "f16", False),
+    ("llama-q.Q4_1", (1, 8, 32), "f16", False),
+)
+PRODUCTS: dict[str, list[tuple[int | None, bool]]] = {  # by type: columns, None for many, and whether they are packed
+    "Q8_0": [(n, False) for n in (1, 3, 4, 6, 8, None)] + [(1, True)],
+    "Q4_0": [(1, True), (2, False), (3, False), (None, False)],
+    "Q4_1": [(3, False), (6, False), (3, True)],
+    "F16": [(1, False), (2, False), (None, False), (1, True), (3, True)],
+    "BF16": [(1, False), (1, True), (3, True)],
+    "F32": [(6, False)],
+    "Q6_K": [(3, True)],
+}
+BEHIND = pytest.StashKey[int]()
 MANY = 25  # fewer tests compile what they need themselves
 
 
@@ -62,10 +86,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         panels = sys.modules["test_panels"]
         kernels += warm.product_kernels(panels.TYPES if full else panels.QUICK_TYPES, {v[:2] for v in panels.VARIANTS})
     warm.compile_together(kernels)
+    if collected >= MODEL_TESTS:
+        session.config.stash[BEHIND] = warm.compile_behind(needed_later)
+
+
+def needed_later() -> list[Kernel]:
+    """Kernels that tests of models and products need, about in the order in which they do."""
+    found: list[Kernel] = []
+    for name, n_tokens, kv_type, repack in MODELS:
+        found += warm.model_kernels(MODEL_FILES / f"{name}.gguf", n_tokens, kv_type, repack)
+    for name, variants in PRODUCTS.items():
+        found += warm.product_kernels([name], variants)
+    return found
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if child := session.config.stash.get(BEHIND, 0):
+        os.kill(child, signal.SIGTERM)
+        os.waitpid(child, 0)
     module = sys.modules.get("ops")
     root = Path(__file__).resolve().parents[1]
     path = getattr(module, "__file__", None)

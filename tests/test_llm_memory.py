@@ -175,7 +175,10 @@ def test_s93_three_reserves(device: ProcessDevice, monkeypatch: pytest.MonkeyPat
         assert llm.context.memory() == memory
 
 
-@pytest.mark.parametrize("name", ["llama-headdim", "llama-q.Q4_1", "llama-bf16", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-headdim", "llama-q.Q4_1", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama-bf16", "gpt2"))],
+)
 def test_memory_of_the_cpu_is_known_before(name: str) -> None:
     for options in ({}, {"repack": False}, {"mmap": False}, {"kv_type": "f32", "n_ubatch": 7, "n_ctx": 300}):
         with load(name, **options) as llm:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import ggjit as gg
-from ggjit import jit
+from ggjit import jit, kernel_cache
 from ggjit.dev import reference_ops, warm
 
+MODEL = Path(__file__).parent / "data" / "models" / "llama-headdim.gguf"
 SMALL = Path(__file__).parent / "data" / "reference" / "ops.npz"
 
 
@@ -19,6 +22,31 @@ def test_kernels_of_a_graph():
         found = warm.kernels_of(a * a)
         everything = [gg.build(a * a)._executable(1).steps[0].kernel]
     assert set(everything) <= set(found)
+
+
+@gg.kernel
+def nothing_done(dst, dst_ne, dst_nb, op_params, work, ith, nth):
+    pass
+
+
+@pytest.mark.parametrize("n", [1, 40])
+def test_kernels_of_a_model(n):
+    found = set(warm.model_kernels(MODEL, (n,)))
+    with gg.LLM(MODEL, n_ctx=256, n_threads=2, progress=False) as llm:
+        graph = llm.context.graph(n, 256, 1)
+        assert {step.kernel for step in graph.executable.steps} <= found
+
+
+def test_what_is_compiled_behind_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("GGJIT_CACHE_DIR", str(tmp_path))
+    kernel_cache.folder.cache_clear()
+    try:
+        child = warm.compile_behind(lambda: [nothing_done])
+        if child:  # several CPUs, and no threads of others
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert kernel_cache.load(nothing_done.key)
+    finally:
+        kernel_cache.folder.cache_clear()
 
 
 def test_no_kernel_is_no_error(monkeypatch):

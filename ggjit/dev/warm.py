@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from ggjit import kernel_cache, parallel_compile
 from ggjit.context import Context
 from ggjit.dev.cases import ARENA, CaseInputs
 from ggjit.graph import Graph
 from ggjit.jit import Kernel, compile_all
 from ggjit.lower import Lowering
+from ggjit.lower import kernels_of as kernels_of_graph
 from ggjit.op import all_ops
 from ggjit.tensor import Tensor
 
 THREADS = (1, 2, 3)
 TOGETHER = 512
+PAD = 256  # cells of a cache
 
 
 def kernels_of(result: Tensor, threads: Sequence[int] = THREADS) -> list[Kernel]:
@@ -54,6 +58,43 @@ def product_kernels(names: Iterable[str], variants: Iterable[tuple[int | None, b
                 panel_kernels.many_kernel(name, packed) if many else panel_kernels.few_kernel(name, columns, packed)
             )
     return found
+
+
+def model_kernels(
+    path: str | os.PathLike[str], n_tokens: Iterable[int], kv_type: str = "f16", repack: bool = True
+) -> list[Kernel]:
+    """The kernels of a model's graphs for these numbers of tokens, with all logits and with the last alone."""
+    from ggjit.llm.context import DecodeContext, DecodeGraph
+    from ggjit.llm.model import Model
+
+    found: list[Kernel] = []
+    model = Model(path, repack=repack, progress=False, no_alloc=True)
+    context = DecodeContext(model, PAD, 2, kv_type)
+    for n in n_tokens:
+        for n_outputs in {1, n}:
+            graph = DecodeGraph(context, n, PAD, n_outputs).graph
+            context.allocator.alloc_graph(graph)
+            found += kernels_of_graph(graph, 2)
+    context.close()
+    model.close()
+    return found
+
+
+def compile_behind(kernels: Callable[[], Iterable[Kernel]]) -> int:
+    """Compile what is not compiled yet while this process goes on.
+
+    Args:
+        kernels: called by the process that compiles.
+
+    Returns:
+        See `parallel_compile.behind`.
+    """
+
+    def compile_each() -> None:
+        for kernel in kernels():
+            kernel.address()
+
+    return parallel_compile.behind(compile_each) if kernel_cache.folder() is not None else 0
 
 
 def compile_together(kernels: Iterable[Kernel]) -> None:
