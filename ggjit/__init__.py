@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ggjit.{name}")
     ops = importlib.import_module("ggjit.ops")
     if name in getattr(ops, "__all__", ()):
-        return getattr(ops, name)
+        return globals().setdefault(name, ops.builder(name))  # the search above takes ten times as long as a node
     types = importlib.import_module("ggjit.types")
     if name in types.all_names():
         return types.by_name(name)

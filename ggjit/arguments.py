@@ -12,13 +12,14 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from ggjit.tensor import Tensor
 from ggjit.types import Type
 
+_Builder = TypeVar("_Builder", bound=Callable[..., Any])
 _WIDTH = 60  # characters of a value in an error
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "Tensor": (Tensor, "a Tensor"),
@@ -58,8 +59,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
 
 
-def checked(builder: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder, with a TypeError that names the argument when one is of the wrong kind."""
+def checked(builder: _Builder) -> _Builder:
+    """Decorator of builders: a TypeError that names the argument when one is of the wrong kind."""
 
     @functools.wraps(builder)
     def build(*args: Any, **keywords: Any) -> Any:
@@ -71,7 +72,7 @@ def checked(builder: Callable[..., Any]) -> Callable[..., Any]:
                 raise
         raise TypeError(text)
 
-    return build
+    return cast(_Builder, build)
 
 
 def misfit(builder: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ work size, lowering, test cases. The engine knows no op by name; it asks the rec
 
     SQR = Op("sqr", id=9, inplace=True)
 
+    @checked                            # names an argument of the wrong kind (see ggjit.arguments)
     def sqr(a):                         # the builder: checks, and one header with the result's type and shape
         return new_node(SQR, a.type, a.ne, (a,))
 

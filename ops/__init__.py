@@ -2,20 +2,21 @@
 """The ops, one family a file, imported when one of its functions is first looked at; that neither compiles nor imports
 Numba, and fills the registry (`ggjit.op`).
 
-Which family has a function is read from the files' `__all__`. Some functions have the name of their file (`scale`,
-`norm`): `ops.norm` is the function, `from ggjit.ops.norm import` reaches the file.
+Which family has which builders is read from the files' `__all__`. `gg.add` and `ops.add` are the same function, that of
+`ggjit.ops.binary`. A name that is a file and one of its builders too (`norm`, `scale`) is the file here, as after
+`import ggjit.ops.norm`; called, such a file is the builder: `ops.norm(a, 1e-5)`. `gg.norm` is always the builder.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from ggjit.arguments import checked
 
 if TYPE_CHECKING:
     from ggjit.ops.attention import *
@@ -72,33 +73,61 @@ _FAMILY = {function: family for family, path in _FILES.items() for function in _
 __all__ = list(_FAMILY)
 
 
+class _NamedFamily(types.ModuleType):
+    """A family with a builder of its own name: called, it is that builder."""
+
+    def _builder(self) -> Callable[..., Any]:
+        return self.__dict__[self.__name__.rpartition(".")[2]]
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._builder()(*args, **keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._builder())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)
+
+
+def _named(name: str, family: Any) -> Any:
+    if name in _FAMILY and isinstance(family, types.ModuleType):
+        family.__class__ = _NamedFamily
+    return family
+
+
 class _Ops(types.ModuleType):
-    """This module: a family that has been imported, wherever that was asked for, gives it its functions."""
+    """This module: the import system sets each family as an attribute."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FILES and isinstance(value, types.ModuleType):
-            functions = getattr(value, "__all__", ())
-            for f in functions:
-                self.__dict__.setdefault(f, checked(getattr(value, f)))
-            if name in functions:  # the function has the name
-                return
-        super().__setattr__(name, value)
+        super().__setattr__(name, _named(name, value))
 
 
 sys.modules[__name__].__class__ = _Ops
 
 
+def builder(name: str) -> Any:
+    """The function that makes nodes, by name: its family is imported.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    if name not in _FAMILY:
+        raise AttributeError(f"module 'ggjit.ops' has no builder {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_FAMILY[name]}"), name)
+
+
 def __getattr__(name: str) -> Any:
-    """An op's function: its family is imported."""
+    """A family, or a builder of one."""
+    if name in _FILES or name in ("lib", "quants"):  # what another thread imports may not be an attribute yet
+        return _named(name, importlib.import_module(f"{__name__}.{name}"))
     if name not in _FAMILY:
         raise AttributeError(f"module 'ggjit.ops' has no attribute {name!r}")
-    family = importlib.import_module(f"{__name__}.{_FAMILY[name]}")
-    # Another thread may have imported it and not stored its functions yet; or somebody has deleted this one.
-    return globals().setdefault(name, checked(getattr(family, name)))
+    return globals().setdefault(name, builder(name))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_FILES, *__all__})
 
 
 def load_all() -> None:

@@ -24,6 +24,7 @@ from typing import NoReturn
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import Kernel, lazy_module
 from ggjit.op import PREC_F32, Op, unsupported
@@ -50,6 +51,7 @@ CLOSED = -1e30  # stands for -inf where a difference of two is taken
 FEW = 12  # query rows of a KV head below which "rows" is faster
 
 
+@checked
 def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, max_bias: float = 0.0,
                    logit_softcap: float = 0.0, *, sinks: Tensor | None = None, prec: int = 0) -> Tensor:  # fmt: skip
     """Attention of all heads: soft_max(softcap(q k^T * scale) + mask * slope) v.
@@ -94,6 +96,7 @@ def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     return new_node(FLASH_ATTN_EXT, types.F32, ne, src, (scale, max_bias, logit_softcap, prec))
 
 
+@checked
 def flash_attn_back(q: Tensor, k: Tensor, v: Tensor, d: Tensor, masked: bool) -> NoReturn:
     """Refuse, as ggml does: its op is of a flash attention that is no more, without scale, mask tensor and sinks.
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.norm import rms_norm_scale
@@ -55,6 +56,7 @@ def _check_pair(where: str, a: Tensor, b: Tensor, kinds: tuple[types.Type, ...] 
 # --- silu_back --------------------------------------------------------------------------------------------------------
 
 
+@checked
 def silu_back(a: Tensor, b: Tensor) -> Tensor:
     """Gradient of silu: a s (1 + b (1 - s)) with s = 1 / (1 + e^-b).
 
@@ -143,6 +145,7 @@ SILU_BACK.flops(lambda node: 8 * node.nelements)
 # --- rms_norm_back and soft_max_back ----------------------------------------------------------------------------------
 
 
+@checked
 def rms_norm_back(a: Tensor, b: Tensor, eps: float) -> Tensor:
     """Gradient of rms_norm: r a - b r^3 mean(a b), r = 1 / sqrt(mean(b^2) + eps), over rows.
 
@@ -174,6 +177,7 @@ def _(node, dy, x):
     return (dy - x * (x * dy).mean(-1, keepdims=True) / square) / np.sqrt(square)
 
 
+@checked
 def soft_max_ext_back(a: Tensor, b: Tensor, scale: float, max_bias: float, *, inplace: bool = False) -> Tensor:
     """Gradient of soft_max: scale b (a - sum(a b)), over rows.
 
@@ -281,6 +285,7 @@ for _op in (RMS_NORM_BACK, SOFT_MAX_BACK):
 # --- rope_back --------------------------------------------------------------------------------------------------------
 
 
+@checked
 def rope_ext_back(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int, n_ctx_orig: int, freq_base: float,
                   freq_scale: float, ext_factor: float, attn_factor: float, beta_fast: float, beta_slow: float, *,
                   offset: int = 0) -> Tensor:  # fmt: skip
@@ -292,6 +297,7 @@ def rope_ext_back(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int
     return _rope("rope_ext_back", a, b, c, n_dims, (0, 0, 0, 0), mode, values, offset, False, ROPE_BACK)
 
 
+@checked
 def rope_multi_back(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, sections: Sequence[int], mode: int,
                     n_ctx_orig: int, freq_base: float, freq_scale: float, ext_factor: float, attn_factor: float,
                     beta_fast: float, beta_slow: float, *, offset: int = 0) -> Tensor:  # fmt: skip
@@ -317,6 +323,7 @@ ROPE_BACK.flops(lambda node: 3 * node.nelements)
 # --- get_rows_back ----------------------------------------------------------------------------------------------------
 
 
+@checked
 def get_rows_back(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Add rows at the places that get_rows took them from: the gradient of its first source.
 

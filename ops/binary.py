@@ -16,6 +16,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, row_shares, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_f32, unbroadcast
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -62,6 +63,7 @@ def _binary(op: Op, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
     return view_tensor(op, a, (a, b)) if inplace else new_node(op, a.type, a.ne, (a, b))
 
 
+@checked
 def add(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     """Add `b` to `a`, repeated where it is smaller.
 
@@ -82,6 +84,7 @@ def add(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     return _binary(ADD, a, b, inplace)
 
 
+@checked
 def add_cast(a: Tensor, b: Tensor, type: Type) -> Tensor:
     """Add `b` to `a` and give the sum in another type.
 
@@ -109,6 +112,7 @@ def add_cast(a: Tensor, b: Tensor, type: Type) -> Tensor:
     return new_node(ADD, type, a.ne, (a, b))
 
 
+@checked
 def sub(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     """Subtract `b` from `a`, repeated where it is smaller.
 
@@ -128,6 +132,7 @@ def sub(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     return _binary(SUB, a, b, inplace)
 
 
+@checked
 def mul(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     """Multiply `a` by `b` element by element, `b` repeated where it is smaller.
 
@@ -147,6 +152,7 @@ def mul(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     return _binary(MUL, a, b, inplace)
 
 
+@checked
 def div(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     """Divide `a` by `b` element by element, `b` repeated where it is smaller.
 

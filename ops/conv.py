@@ -22,6 +22,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -53,6 +54,7 @@ COLUMNS = 8  # output channels of a tile
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def conv_2d_direct(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d1: int) -> Tensor:
     """Convolution of planes.
 
@@ -88,6 +90,7 @@ def _check_types(where: str, a: Tensor, b: Tensor) -> None:
     require_type(where, "b", b, types.F32)
 
 
+@checked
 def conv_3d_direct(a: Tensor, b: Tensor, s0: int, s1: int, s2: int, p0: int, p1: int, p2: int, d0: int, d1: int,
                    d2: int, n_channels: int, n_batch: int, n_out: int) -> Tensor:  # fmt: skip
     """Convolution of volumes.
@@ -128,6 +131,7 @@ def conv_3d_direct(a: Tensor, b: Tensor, s0: int, s1: int, s2: int, p0: int, p1:
     return new_node(CONV_3D, types.F32, (ow, oh, od, n_out * n_batch), (a, b), params)
 
 
+@checked
 def conv_2d_dw_direct(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d1: int) -> Tensor:
     """Convolution of planes, each channel with a kernel of its own.
 

@@ -9,6 +9,7 @@ Sums are those of mul_mat: f32, of f16 columns where the kernel is not f32 (and 
 from __future__ import annotations
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.ops.im2col import im2col, im2col_3d
 from ggjit.tensor import Tensor
 
@@ -16,6 +17,7 @@ __all__ = ["conv_1d", "conv_1d_dw", "conv_1d_dw_ph", "conv_1d_ph", "conv_2d", "c
            "conv_2d_sk_p0", "conv_3d"]  # fmt: skip
 
 
+@checked
 def conv_1d(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor:
     """Convolution of rows, by im2col and mul_mat.
 
@@ -40,11 +42,13 @@ def conv_1d(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor:
     return ops.cont(ops.permute(split, 0, 2, 1, 3))
 
 
+@checked
 def conv_1d_ph(a: Tensor, b: Tensor, s: int, d: int) -> Tensor:
     """conv_1d with half the kernel as padding. Source: ggml_conv_1d_ph."""
     return conv_1d(a, b, s, a.ne[0] // 2, d)
 
 
+@checked
 def conv_1d_dw(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor:
     """Depthwise convolution of rows, by im2col and mul_mat.
 
@@ -66,11 +70,13 @@ def conv_1d_dw(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor:
     return ops.reshape_3d(product, product.ne[0], product.ne[2], 1)
 
 
+@checked
 def conv_1d_dw_ph(a: Tensor, b: Tensor, s0: int, d0: int) -> Tensor:
     """conv_1d_dw with half the kernel as padding. Source: ggml_conv_1d_dw_ph."""
     return conv_1d_dw(a, b, s0, a.ne[0] // 2, d0)
 
 
+@checked
 def conv_2d(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d1: int) -> Tensor:
     """Convolution of planes, by im2col and mul_mat; `conv_2d_direct` needs no memory for the columns.
 
@@ -96,16 +102,19 @@ def conv_2d(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d
     return ops.cont(ops.permute(ops.reshape_4d(product, ow, oh, n, a.ne[3]), 0, 1, 3, 2))
 
 
+@checked
 def conv_2d_sk_p0(a: Tensor, b: Tensor) -> Tensor:
     """conv_2d with the kernel's size as stride and no padding. Source: ggml_conv_2d_sk_p0."""
     return conv_2d(a, b, a.ne[0], a.ne[1], 0, 0, 1, 1)
 
 
+@checked
 def conv_2d_s1_ph(a: Tensor, b: Tensor) -> Tensor:
     """conv_2d with stride 1 and half the kernel as padding. Source: ggml_conv_2d_s1_ph."""
     return conv_2d(a, b, 1, 1, a.ne[0] // 2, a.ne[1] // 2, 1, 1)
 
 
+@checked
 def conv_2d_dw(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d1: int) -> Tensor:
     """Depthwise convolution of planes, by im2col and mul_mat.
 
@@ -132,6 +141,7 @@ def conv_2d_dw(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int
     return ops.reshape_4d(product, columns.ne[1], columns.ne[2], b.ne[2], b.ne[3])
 
 
+@checked
 def conv_3d(a: Tensor, b: Tensor, n_channels: int, s0: int, s1: int, s2: int, p0: int, p1: int, p2: int,
             d0: int, d1: int, d2: int) -> Tensor:  # fmt: skip
     """Convolution of volumes, by im2col_3d and mul_mat.

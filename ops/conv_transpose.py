@@ -15,6 +15,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -43,6 +44,7 @@ def _check(where: str, a: Tensor, b: Tensor, stride: int) -> None:
     require_type(where, "b", b, types.F32)
 
 
+@checked
 def conv_transpose_1d(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor:
     """Transposed convolution of rows.
 
@@ -69,6 +71,7 @@ def conv_transpose_1d(a: Tensor, b: Tensor, s0: int, p0: int, d0: int) -> Tensor
     return new_node(CONV_TRANSPOSE_1D, types.F32, ((b.ne[0] - 1) * s0 + a.ne[0], a.ne[1], 1, 1), (a, b), (s0, p0, d0))
 
 
+@checked
 def conv_transpose_2d_p0(a: Tensor, b: Tensor, stride: int) -> Tensor:
     """Transposed convolution of planes without padding.
 

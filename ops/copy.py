@@ -18,6 +18,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op, element_nbytes
 from ggjit.ops.views import as_dims
@@ -44,6 +45,7 @@ AHEAD = 32  # source rows from the one that is read to the one that is asked for
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def dup(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Copy `a`.
 
@@ -59,6 +61,7 @@ def dup(a: Tensor, *, inplace: bool = False) -> Tensor:
     return view_tensor(DUP, a, (a,)) if inplace else new_node(DUP, a.type, a.ne, (a,))
 
 
+@checked
 def cpy(a: Tensor, b: Tensor) -> Tensor:
     """Copy the elements of `a` into `b`, converting them to its type.
 
@@ -83,6 +86,7 @@ def cpy(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+@checked
 def cast(a: Tensor, type: Type) -> Tensor:
     """Convert `a` to another type.
 
@@ -115,6 +119,7 @@ def _cont(where: str, a: Tensor, *ne: int) -> Tensor:
     return result
 
 
+@checked
 def cont(a: Tensor) -> Tensor:
     """Copy `a` to a contiguous tensor, also if it is contiguous already.
 
@@ -129,6 +134,7 @@ def cont(a: Tensor) -> Tensor:
     return _cont("cont", a, *a.ne)
 
 
+@checked
 def cont_1d(a: Tensor, ne0: int) -> Tensor:
     """Copy the elements of `a` to one row; see `cont_4d`.
 
@@ -137,6 +143,7 @@ def cont_1d(a: Tensor, ne0: int) -> Tensor:
     return _cont("cont_1d", a, ne0)
 
 
+@checked
 def cont_2d(a: Tensor, ne0: int, ne1: int) -> Tensor:
     """Copy the elements of `a` to [ne0, ne1]; see `cont_4d`.
 
@@ -145,6 +152,7 @@ def cont_2d(a: Tensor, ne0: int, ne1: int) -> Tensor:
     return _cont("cont_2d", a, ne0, ne1)
 
 
+@checked
 def cont_3d(a: Tensor, ne0: int, ne1: int, ne2: int) -> Tensor:
     """Copy the elements of `a` to [ne0, ne1, ne2]; see `cont_4d`.
 
@@ -153,6 +161,7 @@ def cont_3d(a: Tensor, ne0: int, ne1: int, ne2: int) -> Tensor:
     return _cont("cont_3d", a, ne0, ne1, ne2)
 
 
+@checked
 def cont_4d(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
     """Copy the elements of `a` to a contiguous tensor of another shape: a copy and a reshape in one.
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from ggjit.arguments import checked
 from ggjit.autodiff import refuse
 from ggjit.jit import Jitted, Kernel, jitted, kernel, lazy_module
 from ggjit.op import Op
@@ -88,6 +89,7 @@ def _custom(op: Op, where: str, src: tuple[Tensor, ...], function: _Function, n_
     return node
 
 
+@checked
 def map_custom1(a: Tensor, fun: Callable[..., Any], n_tasks: int = -1, *, inplace: bool = False,
                 reference: Callable[..., Any] | None = None,
                 backward: Callable[..., Sequence[Tensor | None]] | None = None) -> Tensor:  # fmt: skip
@@ -112,6 +114,7 @@ def map_custom1(a: Tensor, fun: Callable[..., Any], n_tasks: int = -1, *, inplac
     return _custom(MAP_CUSTOM1, "map_custom1", (a,), _Function(fun, reference, backward), n_tasks, a, inplace)
 
 
+@checked
 def map_custom2(a: Tensor, b: Tensor, fun: Callable[..., Any], n_tasks: int = -1, *, inplace: bool = False,
                 reference: Callable[..., Any] | None = None,
                 backward: Callable[..., Sequence[Tensor | None]] | None = None) -> Tensor:  # fmt: skip
@@ -119,6 +122,7 @@ def map_custom2(a: Tensor, b: Tensor, fun: Callable[..., Any], n_tasks: int = -1
     return _custom(MAP_CUSTOM2, "map_custom2", (a, b), _Function(fun, reference, backward), n_tasks, a, inplace)
 
 
+@checked
 def map_custom3(a: Tensor, b: Tensor, c: Tensor, fun: Callable[..., Any], n_tasks: int = -1, *, inplace: bool = False,
                 reference: Callable[..., Any] | None = None,
                 backward: Callable[..., Sequence[Tensor | None]] | None = None) -> Tensor:  # fmt: skip
@@ -126,6 +130,7 @@ def map_custom3(a: Tensor, b: Tensor, c: Tensor, fun: Callable[..., Any], n_task
     return _custom(MAP_CUSTOM3, "map_custom3", (a, b, c), _Function(fun, reference, backward), n_tasks, a, inplace)
 
 
+@checked
 def custom_4d(type: Type, ne0: int, ne1: int, ne2: int, ne3: int, args: Sequence[Tensor], fun: Callable[..., Any],
               n_tasks: int = -1, *, reference: Callable[..., Any] | None = None,
               backward: Callable[..., Sequence[Tensor | None]] | None = None) -> Tensor:  # fmt: skip
@@ -157,6 +162,7 @@ def custom_4d(type: Type, ne0: int, ne1: int, ne2: int, ne3: int, args: Sequence
     return _custom(CUSTOM, "custom_4d", tuple(args), function, n_tasks, None, False, type, ne)
 
 
+@checked
 def custom_inplace(a: Tensor, args: Sequence[Tensor], fun: Callable[..., Any], n_tasks: int = -1, *,
                    reference: Callable[..., Any] | None = None,
                    backward: Callable[..., Sequence[Tensor | None]] | None = None) -> Tensor:  # fmt: skip

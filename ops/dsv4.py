@@ -14,6 +14,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, unbroadcast, zeros
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -39,6 +40,7 @@ FIRST = 8  # of the 24 mixing values; those before are dsv4_hc_pre's and dsv4_hc
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def dsv4_hc_comb(mixes: Tensor, scale: Tensor, base: Tensor, eps: float, n_iter: int) -> Tensor:
     """Mixing matrices of hyper-connections, nearly doubly stochastic.
 
@@ -72,6 +74,7 @@ def dsv4_hc_comb(mixes: Tensor, scale: Tensor, base: Tensor, eps: float, n_iter:
     return new_node(DSV4_HC_COMB, types.F32, (STREAMS, STREAMS, mixes.ne[1], 1), (mixes, scale, base), (eps, n_iter))
 
 
+@checked
 def dsv4_hc_pre(x: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of the streams of hyper-connections.
 
@@ -93,6 +96,7 @@ def dsv4_hc_pre(x: Tensor, weights: Tensor) -> Tensor:
     return _hc_pre(x, weights, 1.0, 0)
 
 
+@checked
 def dsv4_hc_pre_gated(x: Tensor, gate: Tensor, scale: float) -> Tensor:
     """Sum of the streams of hyper-connections, each element with a gate: scale sum(x sigmoid(gate)).
 
@@ -120,6 +124,7 @@ def _hc_pre(x: Tensor, weights: Tensor, scale: float, gated: int) -> Tensor:
     return new_node(DSV4_HC_PRE, types.F32, (x.ne[0], x.ne[2], 1, 1), (x, weights), (scale, gated))
 
 
+@checked
 def dsv4_hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
     """Add a layer's result to the mixed streams of hyper-connections.
 

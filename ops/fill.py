@@ -18,6 +18,7 @@ import math
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.binary import mul, sub
@@ -50,6 +51,7 @@ UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = 0, 1, 2, 3
 # --- fill -------------------------------------------------------------------------------------------------------------
 
 
+@checked
 def fill(a: Tensor, value: float, *, inplace: bool = False) -> Tensor:
     """Put a constant in every place.
 
@@ -100,6 +102,7 @@ FILL.kernel(lambda node: make_fill(node.type.name, node.type.type_size))
 # --- arange -----------------------------------------------------------------------------------------------------------
 
 
+@checked
 def arange(start: float, stop: float, step: float) -> Tensor:
     """Count from `start` up to `stop`, which is left out.
 
@@ -143,6 +146,7 @@ ARANGE.kernel(lambda node: arange_f32)
 # --- diag -------------------------------------------------------------------------------------------------------------
 
 
+@checked
 def diag(a: Tensor) -> Tensor:
     """Put rows on the diagonals of squares, 0 elsewhere.
 
@@ -196,6 +200,7 @@ def _(node, grad, need):
 # --- tri and diag_mask_zero -------------------------------------------------------------------------------------------
 
 
+@checked
 def tri(a: Tensor, type: int) -> Tensor:
     """Keep one triangle, 0 elsewhere.
 
@@ -227,6 +232,7 @@ def _(node, a):
     return function(a, k)
 
 
+@checked
 def diag_mask_zero(a: Tensor, n_past: int, *, inplace: bool = False) -> Tensor:
     """Put 0 where the column is beyond n_past plus the row.
 
@@ -301,6 +307,7 @@ def _(node, grad, need):
 # --- timestep_embedding -----------------------------------------------------------------------------------------------
 
 
+@checked
 def timestep_embedding(timesteps: Tensor, dim: int, max_period: int) -> Tensor:
     """Embed numbers as cosines and sines of falling frequency.
 

@@ -14,6 +14,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, row_shares, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_f32
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
@@ -66,6 +67,7 @@ def _second(where: str, b: Tensor) -> Tensor:
     return b
 
 
+@checked
 def glu(a: Tensor, b: Tensor | None, function: str, *, swapped: bool = False) -> Tensor:
     """Multiply an activation of one half by the other half: f(x) * g.
 
@@ -89,6 +91,7 @@ def glu(a: Tensor, b: Tensor | None, function: str, *, swapped: bool = False) ->
     return _glu(function, a, b, swapped)
 
 
+@checked
 def reglu(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tensor:
     """Gate by relu: max(x, 0) * g; arguments as for `glu`.
 
@@ -97,6 +100,7 @@ def reglu(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tenso
     return _glu("reglu", a, b, swapped)
 
 
+@checked
 def geglu(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tensor:
     """Gate by gelu in its tanh form; arguments as for `glu`.
 
@@ -105,6 +109,7 @@ def geglu(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tenso
     return _glu("geglu", a, b, swapped)
 
 
+@checked
 def swiglu(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tensor:
     """Gate by silu: x / (1 + e^-x) * g; arguments as for `glu`.
 
@@ -113,6 +118,7 @@ def swiglu(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tens
     return _glu("swiglu", a, b, swapped)
 
 
+@checked
 def geglu_erf(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tensor:
     """Gate by gelu; arguments as for `glu`.
 
@@ -121,6 +127,7 @@ def geglu_erf(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> T
     return _glu("geglu_erf", a, b, swapped)
 
 
+@checked
 def geglu_quick(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) -> Tensor:
     """Gate by gelu in its sigmoid form; arguments as for `glu`.
 
@@ -129,6 +136,7 @@ def geglu_quick(a: Tensor, b: Tensor | None = None, *, swapped: bool = False) ->
     return _glu("geglu_quick", a, b, swapped)
 
 
+@checked
 def reglu_split(a: Tensor, b: Tensor) -> Tensor:
     """Gate two sources: max(a, 0) * b; arguments as for `glu`.
 
@@ -137,6 +145,7 @@ def reglu_split(a: Tensor, b: Tensor) -> Tensor:
     return _glu("reglu", a, _second("reglu_split", b))
 
 
+@checked
 def geglu_split(a: Tensor, b: Tensor) -> Tensor:
     """Gate two sources: gelu(a) * b; arguments as for `glu`.
 
@@ -145,6 +154,7 @@ def geglu_split(a: Tensor, b: Tensor) -> Tensor:
     return _glu("geglu", a, _second("geglu_split", b))
 
 
+@checked
 def swiglu_split(a: Tensor, b: Tensor) -> Tensor:
     """Gate two sources: silu(a) * b; arguments as for `glu`.
 
@@ -153,6 +163,7 @@ def swiglu_split(a: Tensor, b: Tensor) -> Tensor:
     return _glu("swiglu", a, _second("swiglu_split", b))
 
 
+@checked
 def geglu_erf_split(a: Tensor, b: Tensor) -> Tensor:
     """Gate two sources: gelu_erf(a) * b; arguments as for `glu`.
 
@@ -161,6 +172,7 @@ def geglu_erf_split(a: Tensor, b: Tensor) -> Tensor:
     return _glu("geglu_erf", a, _second("geglu_erf_split", b))
 
 
+@checked
 def geglu_quick_split(a: Tensor, b: Tensor) -> Tensor:
     """Gate two sources: gelu_quick(a) * b; arguments as for `glu`.
 
@@ -169,6 +181,7 @@ def geglu_quick_split(a: Tensor, b: Tensor) -> Tensor:
     return _glu("geglu_quick", a, _second("geglu_quick_split", b))
 
 
+@checked
 def swiglu_oai(a: Tensor, b: Tensor | None, alpha: float, limit: float) -> Tensor:
     """Gate as gpt-oss does: x / (1 + e^(-alpha x)) * (g + 1), x at most limit, g within -limit and limit.
 
@@ -189,6 +202,7 @@ def swiglu_oai(a: Tensor, b: Tensor | None, alpha: float, limit: float) -> Tenso
     return _glu("swiglu_oai", a, b, False, alpha, limit)
 
 
+@checked
 def swiglu_clamp(a: Tensor, b: Tensor | None, limit: float) -> Tensor:
     """Gate by silu within bounds: silu(x) * g, x at most limit, g within -limit and limit.
 

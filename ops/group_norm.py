@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -42,6 +43,7 @@ L2_NORM = Op("l2_norm", id=28, params=(("eps", "f32"),), inplace=True)
 # --- group_norm -------------------------------------------------------------------------------------------------------
 
 
+@checked
 def group_norm(a: Tensor, n_groups: int, eps: float, *, inplace: bool = False) -> Tensor:
     """Normalise groups of channels to mean 0 and variance 1.
 
@@ -168,6 +170,7 @@ def _group_norm_back(node, grad, first, last, n_groups):
 # --- l2_norm ----------------------------------------------------------------------------------------------------------
 
 
+@checked
 def l2_norm(a: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
     """Scale each row to length 1.
 

@@ -17,6 +17,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.lib.checks import require, require_type
@@ -51,6 +52,7 @@ def conv_size(where: str, a: Tensor, b: Tensor, n: int, k: int, s: int, p: int, 
     return size
 
 
+@checked
 def im2col(a: Tensor, b: Tensor, s0: int, s1: int, p0: int, p1: int, d0: int, d1: int, is_2D: bool,
            type: Type = types.F32) -> Tensor:  # fmt: skip
     """Lay the patches of an image out as rows.
@@ -95,6 +97,7 @@ def _check_types(where: str, b: Tensor, type: Type) -> None:
         )
 
 
+@checked
 def im2col_back(a: Tensor, b: Tensor, ne: Dims, s0: int, s1: int, p0: int, p1: int, d0: int, d1: int,
                 is_2D: bool) -> Tensor:  # fmt: skip
     """Gradient of `im2col` with respect to the image.
@@ -136,6 +139,7 @@ def _sizes_3d(where, a, b, ne, ksp):
     return tuple(conv_size(where, a, b, ne[i], a.ne[i], *ksp[i]) for i in range(3))
 
 
+@checked
 def im2col_3d(a: Tensor, b: Tensor, n_channels: int, s0: int, s1: int, s2: int, p0: int, p1: int, p2: int,
               d0: int, d1: int, d2: int, type: Type = types.F32) -> Tensor:  # fmt: skip
     """Lay the patches of a volume out as rows.
@@ -176,6 +180,7 @@ def _check_channels(where: str, a: Tensor, b: Tensor, n_channels: int) -> None:
     require(where, fits, f"the {n_channels} channels must divide a.ne[3] and b.ne[3]", a, b)
 
 
+@checked
 def im2col_3d_back(a: Tensor, b: Tensor, ne: Dims, n_channels: int, s0: int, s1: int, s2: int, p0: int, p1: int,
                    p2: int, d0: int, d1: int, d2: int) -> Tensor:  # fmt: skip
     """Gradient of `im2col_3d` with respect to the volume (ggml has none).
@@ -212,6 +217,7 @@ def im2col_3d_back(a: Tensor, b: Tensor, ne: Dims, n_channels: int, s0: int, s1:
     return new_node(IM2COL_3D_BACK, types.F32, ne, (a, b), (s0, s1, s2, p0, p1, p2, d0, d1, d2, n_channels))
 
 
+@checked
 def col2im_1d(a: Tensor, s0: int, oc: int, p0: int) -> Tensor:
     """Add up the columns that a transposed convolution makes.
 

@@ -15,6 +15,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, as_f32, unbroadcast
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -31,6 +32,7 @@ LIGHTNING_INDEXER = Op("lightning_indexer", id=87, nmse=1e-6)
 LARGE = 1e5  # beyond all f16
 
 
+@checked
 def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     """Scores by which sparse attention chooses its keys.
 

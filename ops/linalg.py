@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, as_f32, zeros
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
@@ -40,6 +41,7 @@ LOWER_DIAG = 2  # of tri
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def out_prod(a: Tensor, b: Tensor) -> Tensor:
     """Sum of the outer products of the rows of `a` and `b`.
 
@@ -68,6 +70,7 @@ def out_prod(a: Tensor, b: Tensor) -> Tensor:
     return new_node(OUT_PROD, types.F32, (a.ne[0], b.ne[0], *b.ne[2:]), (a, b))
 
 
+@checked
 def solve_tri(a: Tensor, b: Tensor, left: bool, lower: bool, uni: bool) -> Tensor:
     """Solve A X = B for a lower triangular A.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -41,6 +42,7 @@ def _check(where: str, a: Tensor, b: Tensor, names: tuple[str, str]) -> None:
     require(where, a.ne == b.ne, f"{names[0]} and {names[1]} must have one shape", a, b)
 
 
+@checked
 def cross_entropy_loss(a: Tensor, b: Tensor) -> Tensor:
     """Average the cross entropy of rows: -sum(b log(soft_max(a))) / rows.
 
@@ -61,6 +63,7 @@ def cross_entropy_loss(a: Tensor, b: Tensor) -> Tensor:
     return new_node(CROSS_ENTROPY_LOSS, a.type, (1, 1, 1, 1), (a, b))
 
 
+@checked
 def cross_entropy_loss_back(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Gradient of cross_entropy_loss by the logits: a (soft_max(b) sum(c) - c) / rows.
 

@@ -13,6 +13,7 @@ import functools
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, as_f32
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
@@ -57,6 +58,7 @@ def _types(op: Op) -> tuple[Type, ...]:
     return (types.F32, types.F16) if op in (CLAMP, LEAKY_RELU) else (types.F32, types.F16, types.BF16)
 
 
+@checked
 def sqr(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Square: x^2.
 
@@ -76,6 +78,7 @@ def sqr(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _function(SQR, a, inplace)
 
 
+@checked
 def sqrt(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the square root, NaN below 0; arguments as for `sqr`.
 
@@ -84,6 +87,7 @@ def sqrt(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _function(SQRT, a, inplace)
 
 
+@checked
 def log(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the natural logarithm, -inf of 0, NaN below; arguments as for `sqr`.
 
@@ -92,6 +96,7 @@ def log(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _function(LOG, a, inplace)
 
 
+@checked
 def sin(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the sine; arguments as for `sqr`.
 
@@ -100,6 +105,7 @@ def sin(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _function(SIN, a, inplace)
 
 
+@checked
 def cos(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the cosine; arguments as for `sqr`.
 
@@ -108,6 +114,7 @@ def cos(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _function(COS, a, inplace)
 
 
+@checked
 def clamp(a: Tensor, min: float, max: float, *, inplace: bool = False) -> Tensor:
     """Limit to a range: max(min(x, max), min).
 
@@ -129,6 +136,7 @@ def clamp(a: Tensor, min: float, max: float, *, inplace: bool = False) -> Tensor
     return _function(CLAMP, a, inplace, (float(min), float(max)))
 
 
+@checked
 def leaky_relu(a: Tensor, negative_slope: float, inplace: bool = False) -> Tensor:
     """Scale what is below 0: x if x > 0, else negative_slope * x.
 

@@ -24,6 +24,7 @@ import math
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_f32, refuse
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, lazy_module
@@ -71,6 +72,7 @@ def check_mul_mat(op: Op, a: Tensor, b: Tensor) -> None:
             )
 
 
+@checked
 def mul_mat(a: Tensor, b: Tensor, *, prec: int = 0, hint: int = 0) -> Tensor:
     """Multiply matrices: each row of b with each row of a.
 

@@ -26,6 +26,7 @@ import functools
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_f32, refuse, unbroadcast
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op, element_nbytes
@@ -50,6 +51,7 @@ TILE = 64 * 16  # bytes of a tile's result: up to 16 columns
 HEAD = 2  # words before the experts in the route
 
 
+@checked
 def mul_mat_id(a: Tensor, b: Tensor, ids: Tensor, *, prec: int = 0, hint: int = 0) -> Tensor:
     """Multiply each token with matrices chosen by number: a mixture of experts.
 

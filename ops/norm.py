@@ -23,6 +23,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, row_shares, types
+from ggjit.arguments import checked
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -44,6 +45,7 @@ def _norm(op: Op, a: Tensor, eps: float, inplace: bool) -> Tensor:
     return view_tensor(op, a, (a,), (eps,)) if inplace else new_node(op, a.type, a.ne, (a,), (eps,))
 
 
+@checked
 def norm(a: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
     """Normalise each row to mean 0 and variance 1.
 
@@ -65,6 +67,7 @@ def norm(a: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
     return _norm(NORM, a, eps, inplace)
 
 
+@checked
 def rms_norm(a: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
     """Scale each row to mean square 1.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require, require_type
@@ -44,6 +45,7 @@ def _check(where: str, a: Tensor, grad: Tensor, moments: tuple[Tensor, ...], par
     require(where, fits, f"params must be contiguous [{n_params}]", params)
 
 
+@checked
 def opt_step_adamw(a: Tensor, grad: Tensor, m: Tensor, v: Tensor, params: Tensor) -> Tensor:
     """Update weights and moments by AdamW (formulas above).
 
@@ -67,6 +69,7 @@ def opt_step_adamw(a: Tensor, grad: Tensor, m: Tensor, v: Tensor, params: Tensor
     return view_tensor(OPT_STEP_ADAMW, a, (a, grad, m, v, params))
 
 
+@checked
 def opt_step_sgd(a: Tensor, grad: Tensor, params: Tensor) -> Tensor:
     """Update weights by gradient descent with weight decay (formula above).
 

@@ -14,6 +14,7 @@ import functools
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.back import get_rows_back
@@ -42,6 +43,7 @@ ROLL = Op("roll", id=66, params=tuple((f"shift{d}", "i32") for d in range(4)))
 # --- pad --------------------------------------------------------------------------------------------------------------
 
 
+@checked
 def pad(a: Tensor, p0: int, p1: int, p2: int, p3: int) -> Tensor:
     """Add zeros after each dimension; see `pad_ext`.
 
@@ -50,6 +52,7 @@ def pad(a: Tensor, p0: int, p1: int, p2: int, p3: int) -> Tensor:
     return _pad("pad", a, (0, p0, 0, p1, 0, p2, 0, p3), 0)
 
 
+@checked
 def pad_circular(a: Tensor, p0: int, p1: int, p2: int, p3: int) -> Tensor:
     """Repeat the tensor after each dimension; see `pad_ext_circular`.
 
@@ -58,6 +61,7 @@ def pad_circular(a: Tensor, p0: int, p1: int, p2: int, p3: int) -> Tensor:
     return _pad("pad_circular", a, (0, p0, 0, p1, 0, p2, 0, p3), 1)
 
 
+@checked
 def pad_ext(a: Tensor, lp0: int, rp0: int, lp1: int, rp1: int, lp2: int, rp2: int, lp3: int, rp3: int) -> Tensor:
     """Add zeros before and after each dimension.
 
@@ -84,6 +88,7 @@ def pad_ext(a: Tensor, lp0: int, rp0: int, lp1: int, rp1: int, lp2: int, rp2: in
     return _pad("pad_ext", a, (lp0, rp0, lp1, rp1, lp2, rp2, lp3, rp3), 0)
 
 
+@checked
 def pad_ext_circular(a: Tensor, lp0: int, rp0: int, lp1: int, rp1: int, lp2: int, rp2: int, lp3: int,
                      rp3: int) -> Tensor:  # fmt: skip
     """Repeat the tensor before and after each dimension; arguments as for `pad_ext`, `a` not empty.
@@ -208,6 +213,7 @@ def _(node, grad, need):
 # --- pad_reflect_1d ---------------------------------------------------------------------------------------------------
 
 
+@checked
 def pad_reflect_1d(a: Tensor, p0: int, p1: int) -> Tensor:
     """Continue rows by their mirror images: a b c with p0 = 2, p1 = 1 gives c b a b c b.
 
@@ -274,6 +280,7 @@ def _(node, grad, need):
 # --- roll -------------------------------------------------------------------------------------------------------------
 
 
+@checked
 def roll(a: Tensor, shift0: int, shift1: int, shift2: int, shift3: int) -> Tensor:
     """Shift each dimension around: dst[i] = a[(i - shift) mod ne].
 

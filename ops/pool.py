@@ -17,6 +17,7 @@ import math
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.lib.checks import require, require_type
@@ -58,6 +59,7 @@ def _check_pool(where: str, a: Tensor, pool: int) -> None:
     require_type(where, "a", a, types.F32, types.F16)
 
 
+@checked
 def pool_1d(a: Tensor, op: int, k0: int, s0: int, p0: int) -> Tensor:
     """Reduce windows of each row.
 
@@ -81,6 +83,7 @@ def pool_1d(a: Tensor, op: int, k0: int, s0: int, p0: int) -> Tensor:
     return new_node(POOL_1D, types.F32, (_size("pool_1d", a, a.ne[0], k0, s0, p0), *a.ne[1:]), (a,), (op, k0, s0, p0))
 
 
+@checked
 def pool_2d(a: Tensor, op: int, k0: int, k1: int, s0: int, s1: int, p0: float, p1: float) -> Tensor:
     """Reduce windows of each plane.
 
@@ -108,6 +111,7 @@ def pool_2d(a: Tensor, op: int, k0: int, k1: int, s0: int, s1: int, p0: float, p
     return new_node(POOL_2D, types.F32, (ne0, ne1, *a.ne[2:]), (a,), (op, k0, k1, s0, s1, _padding(p0), _padding(p1)))
 
 
+@checked
 def pool_2d_back(a: Tensor, af: Tensor, op: int, k0: int, k1: int, s0: int, s1: int, p0: float, p1: float) -> Tensor:
     """Gradient of `pool_2d` with respect to its source.
 

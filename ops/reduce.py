@@ -18,6 +18,7 @@ import functools
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.binary import add, sub
@@ -45,6 +46,7 @@ PIECE = 4096  # elements of a row that are summed at once
 # --- builders (sum hides Python's own, as ggml's name does) -----------------------------------------------------------
 
 
+@checked
 def sum(a: Tensor) -> Tensor:
     """Add all elements.
 
@@ -69,6 +71,7 @@ def _f32(op: Op, a: Tensor) -> None:
         raise TypeError(f"{op.name}: a must be F32, got {a.type.name} ('{a.name}')")
 
 
+@checked
 def sum_rows(a: Tensor) -> Tensor:
     """Add the elements of each row.
 
@@ -92,6 +95,7 @@ def sum_rows(a: Tensor) -> Tensor:
     return new_node(SUM_ROWS, a.type, (1, *a.ne[1:]), (a,))
 
 
+@checked
 def mean(a: Tensor) -> Tensor:
     """Average the elements of each row.
 
@@ -110,6 +114,7 @@ def mean(a: Tensor) -> Tensor:
     return new_node(MEAN, a.type, (1, *a.ne[1:]), (a,))
 
 
+@checked
 def cumsum(a: Tensor) -> Tensor:
     """Add up along each row: dst[i] = a[0] + ... + a[i].
 
@@ -128,6 +133,7 @@ def cumsum(a: Tensor) -> Tensor:
     return new_node(CUMSUM, a.type, a.ne, (a,))
 
 
+@checked
 def argmax(a: Tensor) -> Tensor:
     """Find the largest element of each row.
 
@@ -149,6 +155,7 @@ def argmax(a: Tensor) -> Tensor:
     return new_node(ARGMAX, types.I32, (a.ne[1], 1, 1, 1), (a,))
 
 
+@checked
 def count_equal(a: Tensor, b: Tensor) -> Tensor:
     """Count the positions where `a` and `b` are equal.
 

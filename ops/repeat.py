@@ -15,6 +15,7 @@ import functools
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.copy import cont
@@ -38,6 +39,7 @@ CONCAT = Op("concat", id=22, params=(("dim", "i32"),))
 # --- repeat -----------------------------------------------------------------------------------------------------------
 
 
+@checked
 def repeat(a: Tensor, b: Tensor) -> Tensor:
     """Repeat `a` to the shape of `b`.
 
@@ -57,6 +59,7 @@ def repeat(a: Tensor, b: Tensor) -> Tensor:
     return _repeat("repeat", a, b.ne)
 
 
+@checked
 def repeat_4d(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
     """Repeat `a` to [ne0, ne1, ne2, ne3]; see `repeat`.
 
@@ -129,6 +132,7 @@ def _(node, grad, need):
 # --- repeat_back ------------------------------------------------------------------------------------------------------
 
 
+@checked
 def repeat_back(a: Tensor, b: Tensor) -> Tensor:
     """Add the tiles of `a` that have the shape of `b`: the gradient of `repeat`.
 
@@ -219,6 +223,7 @@ def _(node):
 # --- concat -----------------------------------------------------------------------------------------------------------
 
 
+@checked
 def concat(a: Tensor, b: Tensor, dim: int) -> Tensor:
     """Put `b` after `a` along a dimension.
 

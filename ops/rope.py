@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import refuse
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, kernel, lazy_module
@@ -61,6 +62,7 @@ ROPE = Op(
 )  # fmt: skip
 
 
+@checked
 def rope(a: Tensor, b: Tensor, n_dims: int, mode: int, *, offset: int = 0, inplace: bool = False) -> Tensor:
     """Turn pairs of a head's elements by angles that grow with the position, base 10000; see `rope_ext`.
 
@@ -69,6 +71,7 @@ def rope(a: Tensor, b: Tensor, n_dims: int, mode: int, *, offset: int = 0, inpla
     return rope_ext(a, b, None, n_dims, mode, 0, 10000.0, 1.0, 0.0, 1.0, 0.0, 0.0, offset=offset, inplace=inplace)
 
 
+@checked
 def rope_ext(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int, n_ctx_orig: int, freq_base: float,
              freq_scale: float, ext_factor: float, attn_factor: float, beta_fast: float, beta_slow: float, *,
              offset: int = 0, inplace: bool = False) -> Tensor:  # fmt: skip
@@ -107,6 +110,7 @@ def rope_ext(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int, n_c
     return _rope("rope_ext", a, b, c, n_dims, (0, 0, 0, 0), mode, values, offset, inplace)
 
 
+@checked
 def rope_multi(a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, sections: Sequence[int], mode: int, n_ctx_orig: int,
                freq_base: float, freq_scale: float, ext_factor: float, attn_factor: float, beta_fast: float,
                beta_slow: float, *, offset: int = 0, inplace: bool = False) -> Tensor:  # fmt: skip

@@ -15,6 +15,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import zeros
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op, element_nbytes
@@ -33,6 +34,7 @@ SET_ROWS = Op("set_rows", id=42)
 IDS = 2  # in a kernel's status: source 1 plus one
 
 
+@checked
 def get_rows(a: Tensor, b: Tensor) -> Tensor:
     """Gather rows of `a` by number.
 
@@ -61,6 +63,7 @@ def get_rows(a: Tensor, b: Tensor) -> Tensor:
     return new_node(GET_ROWS, type, (a.ne[0], b.ne[0], b.ne[1], b.ne[2]), (a, b))
 
 
+@checked
 def set_rows(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Write rows into `a` by number.
 

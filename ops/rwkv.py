@@ -24,6 +24,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, unbroadcast
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -65,6 +66,7 @@ def _with_states(op: Op, k: Tensor, src: tuple[Tensor, ...], state: Tensor, para
     return new_node(op, types.F32, (n * heads, tokens + n * state.ne[1], 1, 1), src, params)
 
 
+@checked
 def rwkv_wkv6(k: Tensor, v: Tensor, r: Tensor, tf: Tensor, td: Tensor, state: Tensor) -> Tensor:
     """The recurrence of RWKV 6.
 
@@ -92,6 +94,7 @@ def rwkv_wkv6(k: Tensor, v: Tensor, r: Tensor, tf: Tensor, td: Tensor, state: Te
     return _with_states(RWKV_WKV6, k, (k, v, r, tf, td, state), state)
 
 
+@checked
 def gated_linear_attn(k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
     """Linear attention whose state decays by a gate.
 
@@ -116,6 +119,7 @@ def gated_linear_attn(k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor,
     return _with_states(GATED_LINEAR_ATTN, k, (k, v, q, g, state), state, (scale,))
 
 
+@checked
 def rwkv_wkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> Tensor:
     """The recurrence of RWKV 7.
 
@@ -141,6 +145,7 @@ def rwkv_wkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
     return _with_states(RWKV_WKV7, k, (r, w, k, v, a, b, state), state)
 
 
+@checked
 def gated_delta_net(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, n_slots: int = 1
 ) -> Tensor:

@@ -10,6 +10,7 @@ import functools
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.tensor import Tensor, new_node, view_tensor
@@ -23,6 +24,7 @@ __all__ = ["scale", "scale_bias"]
 SCALE = Op("scale", id=32, params=(("s", "f32"), ("b", "f32")), inplace=True)
 
 
+@checked
 def scale(a: Tensor, s: float, *, inplace: bool = False) -> Tensor:
     """Multiply by a constant; see `scale_bias`.
 
@@ -31,6 +33,7 @@ def scale(a: Tensor, s: float, *, inplace: bool = False) -> Tensor:
     return scale_bias(a, s, 0.0, inplace=inplace)
 
 
+@checked
 def scale_bias(a: Tensor, s: float, b: float, *, inplace: bool = False) -> Tensor:
     """Multiply by a constant and add another: s * a + b.
 

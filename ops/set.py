@@ -16,6 +16,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, zeros
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -44,6 +45,7 @@ IDS = 3  # in a kernel's status: source 2 plus one
 # --- acc and set ------------------------------------------------------------------------------------------------------
 
 
+@checked
 def acc(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, *, inplace: bool = False) -> Tensor:
     """Add `b` to a part of `a`.
 
@@ -68,6 +70,7 @@ def acc(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, *, inpl
     return _into(ACC, "acc", a, b, (nb1, nb2, nb3, offset), inplace)
 
 
+@checked
 def set(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, *, inplace: bool = False) -> Tensor:
     """Put `b` in the place of a part of `a`; arguments as for `acc`, of type f32 or i32.
 
@@ -76,6 +79,7 @@ def set(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, *, inpl
     return _into(SET, "set", a, b, (nb1, nb2, nb3, offset), inplace)
 
 
+@checked
 def set_1d(a: Tensor, b: Tensor, offset: int, *, inplace: bool = False) -> Tensor:
     """Put `b` in the place of elements of `a` from a byte offset on; see `acc`.
 
@@ -84,6 +88,7 @@ def set_1d(a: Tensor, b: Tensor, offset: int, *, inplace: bool = False) -> Tenso
     return _into(SET, "set_1d", a, b, (*a.nb[1:], offset), inplace)
 
 
+@checked
 def set_2d(a: Tensor, b: Tensor, nb1: int, offset: int, *, inplace: bool = False) -> Tensor:
     """Put `b` in the place of rows of `a`, nb1 bytes apart; see `acc`.
 
@@ -224,6 +229,7 @@ _ADD1 = {
 }
 
 
+@checked
 def add1(a: Tensor, b: Tensor, *, inplace: bool = False) -> Tensor:
     """Add one value to all elements.
 
@@ -306,6 +312,7 @@ def _(node, grad, need):
 # --- add_id -----------------------------------------------------------------------------------------------------------
 
 
+@checked
 def add_id(a: Tensor, b: Tensor, ids: Tensor) -> Tensor:
     """Add to each row the row of `b` that its id tells: dst[:, i1, i2] = a[:, i1, i2] + b[:, ids[i1, i2]].
 

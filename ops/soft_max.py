@@ -20,6 +20,7 @@ import struct
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import unbroadcast, zeros
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, kernel, lazy_module
@@ -41,6 +42,7 @@ DIAG_MASK_INF = Op("diag_mask_inf", id=44, params=(("n_past", "i32"),), inplace=
 # ---- soft_max -------------------------------------------------------------------------------------------------------
 
 
+@checked
 def soft_max(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Turn each row into weights that sum to 1: exp(a - max) / sum.
 
@@ -60,6 +62,7 @@ def soft_max(a: Tensor, *, inplace: bool = False) -> Tensor:
     return soft_max_ext(a, None, inplace=inplace)
 
 
+@checked
 def soft_max_ext(a: Tensor, mask: Tensor | None, scale: float = 1.0, max_bias: float = 0.0, *,
                  sinks: Tensor | None = None, inplace: bool = False) -> Tensor:  # fmt: skip
     """soft_max of a * scale + mask * slope, as attention needs it.
@@ -341,6 +344,7 @@ def _(t):
 # ---- diag_mask_inf --------------------------------------------------------------------------------------------------
 
 
+@checked
 def diag_mask_inf(a: Tensor, n_past: int, *, inplace: bool = False) -> Tensor:
     """Put -inf where the column is beyond n_past plus the row: the causal mask of scores.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.lib.checks import require_type
@@ -32,6 +33,7 @@ HISTOGRAM = 8 * 256
 FEW = 64
 
 
+@checked
 def argsort(a: Tensor, order: int) -> Tensor:
     """Give the indices that sort each row.
 
@@ -54,6 +56,7 @@ def argsort(a: Tensor, order: int) -> Tensor:
     return new_node(ARGSORT, types.I32, a.ne, (a,), (order,))
 
 
+@checked
 def top_k(a: Tensor, k: int) -> Tensor:
     """Give the indices of the k largest elements of each row.
 

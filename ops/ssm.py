@@ -16,6 +16,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import as_contiguous, unbroadcast
 from ggjit.jit import kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
@@ -40,6 +41,7 @@ IDS = 7  # in a kernel's status: source 6 plus one
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def ssm_conv(sx: Tensor, c: Tensor) -> Tensor:
     """Causal depthwise convolution along time.
 
@@ -66,6 +68,7 @@ def ssm_conv(sx: Tensor, c: Tensor) -> Tensor:
     return new_node(SSM_CONV, types.F32, (sx.ne[1], sx.ne[0] - c.ne[0] + 1, sx.ne[2], 1), (sx, c))
 
 
+@checked
 def ssm_scan(
     s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, ids: Tensor, n_slots: int = 1
 ) -> Tensor:

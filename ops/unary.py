@@ -16,6 +16,7 @@ import math
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.autodiff import refuse
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
@@ -49,6 +50,7 @@ UNARY = Op(
 # --- builders (some hide names of Python's, as ggml's names do) -------------------------------------------------------
 
 
+@checked
 def unary(a: Tensor, function: str, *, inplace: bool = False) -> Tensor:
     """Apply a function to every element.
 
@@ -78,6 +80,7 @@ def _unary(function: str, a: Tensor, inplace: bool, params: tuple[float, ...] = 
     return view_tensor(UNARY, a, (a,), values) if inplace else new_node(UNARY, a.type, a.ne, (a,), values)
 
 
+@checked
 def abs(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the absolute value: |x|; arguments as for `unary`.
 
@@ -86,6 +89,7 @@ def abs(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("abs", a, inplace)
 
 
+@checked
 def sgn(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the sign: -1, 0 or 1 by the sign of x; arguments as for `unary`.
 
@@ -94,6 +98,7 @@ def sgn(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("sgn", a, inplace)
 
 
+@checked
 def neg(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Negate; arguments as for `unary`.
 
@@ -102,6 +107,7 @@ def neg(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("neg", a, inplace)
 
 
+@checked
 def step(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take 1 for what is above 0, 0 for the rest; arguments as for `unary`.
 
@@ -110,6 +116,7 @@ def step(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("step", a, inplace)
 
 
+@checked
 def tanh(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the hyperbolic tangent; arguments as for `unary`.
 
@@ -118,6 +125,7 @@ def tanh(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("tanh", a, inplace)
 
 
+@checked
 def elu(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the exponential linear unit: x if x > 0, else e^x - 1; arguments as for `unary`.
 
@@ -126,6 +134,7 @@ def elu(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("elu", a, inplace)
 
 
+@checked
 def relu(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Clear what is below 0: x if x > 0, else 0; arguments as for `unary`.
 
@@ -134,6 +143,7 @@ def relu(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("relu", a, inplace)
 
 
+@checked
 def sigmoid(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the logistic function: 1 / (1 + e^-x); arguments as for `unary`.
 
@@ -142,6 +152,7 @@ def sigmoid(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("sigmoid", a, inplace)
 
 
+@checked
 def gelu(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the Gaussian error linear unit in its tanh form; arguments as for `unary`.
 
@@ -152,6 +163,7 @@ def gelu(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("gelu", a, inplace)
 
 
+@checked
 def gelu_quick(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the Gaussian error linear unit in its sigmoid form: x / (1 + e^(-1.702 x)); arguments as for `unary`.
 
@@ -160,6 +172,7 @@ def gelu_quick(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("gelu_quick", a, inplace)
 
 
+@checked
 def silu(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the sigmoid linear unit: x / (1 + e^-x); arguments as for `unary`.
 
@@ -168,6 +181,7 @@ def silu(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("silu", a, inplace)
 
 
+@checked
 def hardswish(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the piecewise form of silu: x relu6(x + 3) / 6; arguments as for `unary`.
 
@@ -176,6 +190,7 @@ def hardswish(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("hardswish", a, inplace)
 
 
+@checked
 def hardsigmoid(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the piecewise form of sigmoid: relu6(x + 3) / 6; arguments as for `unary`.
 
@@ -184,6 +199,7 @@ def hardsigmoid(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("hardsigmoid", a, inplace)
 
 
+@checked
 def exp(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the exponential: e^x; arguments as for `unary`.
 
@@ -192,6 +208,7 @@ def exp(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("exp", a, inplace)
 
 
+@checked
 def expm1(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Take the exponential less 1: e^x - 1; arguments as for `unary`.
 
@@ -200,6 +217,7 @@ def expm1(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("expm1", a, inplace)
 
 
+@checked
 def softplus(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply softplus: log(1 + e^x); arguments as for `unary`.
 
@@ -208,6 +226,7 @@ def softplus(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("softplus", a, inplace)
 
 
+@checked
 def gelu_erf(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Apply the Gaussian error linear unit: 0.5 x (1 + erf(x / sqrt(2))); arguments as for `unary`.
 
@@ -216,6 +235,7 @@ def gelu_erf(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("gelu_erf", a, inplace)
 
 
+@checked
 def floor(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Round down; arguments as for `unary`.
 
@@ -224,6 +244,7 @@ def floor(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("floor", a, inplace)
 
 
+@checked
 def ceil(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Round up; arguments as for `unary`.
 
@@ -232,6 +253,7 @@ def ceil(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("ceil", a, inplace)
 
 
+@checked
 def round(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Round to the nearest integer, ties away from zero; arguments as for `unary`.
 
@@ -240,6 +262,7 @@ def round(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("round", a, inplace)
 
 
+@checked
 def trunc(a: Tensor, *, inplace: bool = False) -> Tensor:
     """Round towards zero; arguments as for `unary`.
 
@@ -248,6 +271,7 @@ def trunc(a: Tensor, *, inplace: bool = False) -> Tensor:
     return _unary("trunc", a, inplace)
 
 
+@checked
 def xielu(a: Tensor, alpha_n: float, alpha_p: float, beta: float, eps: float) -> Tensor:
     """Apply the expanded integral of the exponential linear unit.
 

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.unary import FORMULAS, FUNCTIONS
@@ -37,6 +38,7 @@ SMOOTH = (
 """Functions whose derivative depends on x and is not 0 nearly everywhere."""
 
 
+@checked
 def unary_back(a: Tensor, b: Tensor, function: str, params: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)) -> Tensor:
     """Multiply a gradient by the derivative of a unary function: a f'(b).
 

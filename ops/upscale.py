@@ -23,6 +23,7 @@ import math
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import COUNTER_LINE, Op
 from ggjit.ops.copy import cont
@@ -44,6 +45,7 @@ NEAREST, BILINEAR, BICUBIC = 0, 1, 2
 ALIGN_CORNERS, ANTIALIAS = 256, 512
 
 
+@checked
 def upscale(a: Tensor, scale_factor: int, mode: int) -> Tensor:
     """Enlarge dimensions 0 and 1 by a whole factor; see `interpolate`.
 
@@ -54,6 +56,7 @@ def upscale(a: Tensor, scale_factor: int, mode: int) -> Tensor:
     return _resize("upscale", a, (a.ne[0] * scale_factor, a.ne[1] * scale_factor, *a.ne[2:]), mode)
 
 
+@checked
 def interpolate(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int, mode: int) -> Tensor:
     """Resize to [ne0, ne1, ne2, ne3].
 

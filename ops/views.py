@@ -11,6 +11,7 @@ import operator
 import numpy as np
 
 from ggjit import ops
+from ggjit.arguments import checked
 from ggjit.autodiff import refuse, zeros
 from ggjit.op import Op
 from ggjit.tensor import Dims, Tensor, contiguous_nb, new_node
@@ -67,6 +68,7 @@ def _reshape(where: str, a: Tensor, *ne: int) -> Tensor:
     return result
 
 
+@checked
 def reshape(a: Tensor, b: Tensor) -> Tensor:
     """Show the elements of `a` in the shape of `b`.
 
@@ -85,6 +87,7 @@ def reshape(a: Tensor, b: Tensor) -> Tensor:
     return _reshape("reshape", a, *b.ne)
 
 
+@checked
 def reshape_1d(a: Tensor, ne0: int) -> Tensor:
     """Show the elements of `a` as one row; see `reshape`.
 
@@ -93,6 +96,7 @@ def reshape_1d(a: Tensor, ne0: int) -> Tensor:
     return _reshape("reshape_1d", a, ne0)
 
 
+@checked
 def reshape_2d(a: Tensor, ne0: int, ne1: int) -> Tensor:
     """Show the elements of `a` as [ne0, ne1]; see `reshape`.
 
@@ -101,6 +105,7 @@ def reshape_2d(a: Tensor, ne0: int, ne1: int) -> Tensor:
     return _reshape("reshape_2d", a, ne0, ne1)
 
 
+@checked
 def reshape_3d(a: Tensor, ne0: int, ne1: int, ne2: int) -> Tensor:
     """Show the elements of `a` as [ne0, ne1, ne2]; see `reshape`.
 
@@ -109,6 +114,7 @@ def reshape_3d(a: Tensor, ne0: int, ne1: int, ne2: int) -> Tensor:
     return _reshape("reshape_3d", a, ne0, ne1, ne2)
 
 
+@checked
 def reshape_4d(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
     """Show the elements of `a` as [ne0, ne1, ne2, ne3]; see `reshape`.
 
@@ -154,6 +160,7 @@ def _view(where: str, a: Tensor, ne: Dims, nb: Dims, offset: int) -> Tensor:
     return result
 
 
+@checked
 def view_1d(a: Tensor, ne0: int, offset: int) -> Tensor:
     """Show `ne0` adjacent elements of `a`.
 
@@ -174,6 +181,7 @@ def view_1d(a: Tensor, ne0: int, offset: int) -> Tensor:
     return _view("view_1d", a, ne, contiguous_nb(a.type, ne), offset)
 
 
+@checked
 def view_2d(a: Tensor, ne0: int, ne1: int, nb1: int, offset: int) -> Tensor:
     """Show `ne1` rows of `ne0` adjacent elements of `a`.
 
@@ -196,6 +204,7 @@ def view_2d(a: Tensor, ne0: int, ne1: int, nb1: int, offset: int) -> Tensor:
     return _view("view_2d", a, ne, (a.type.type_size, nb1, nb1 * ne[1], nb1 * ne[1]), offset)
 
 
+@checked
 def view_3d(a: Tensor, ne0: int, ne1: int, ne2: int, nb1: int, nb2: int, offset: int) -> Tensor:
     """Show `ne2` planes of `ne1` rows of `ne0` adjacent elements of `a`; see `view_2d`.
 
@@ -205,6 +214,7 @@ def view_3d(a: Tensor, ne0: int, ne1: int, ne2: int, nb1: int, nb2: int, offset:
     return _view("view_3d", a, ne, (a.type.type_size, nb1, nb2, nb2 * ne[2]), offset)
 
 
+@checked
 def view_4d(a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
     """Show [ne0, ne1, ne2, ne3] elements of `a` with given strides; see `view_2d`.
 
@@ -277,6 +287,7 @@ def _(t):
 # --- permute and transpose --------------------------------------------------------------------------------------------
 
 
+@checked
 def permute(a: Tensor, axis0: int, axis1: int, axis2: int, axis3: int) -> Tensor:
     """Move dimension i of `a` to position axis_i.
 
@@ -306,6 +317,7 @@ def permute(a: Tensor, axis0: int, axis1: int, axis2: int, axis3: int) -> Tensor
     return result
 
 
+@checked
 def transpose(a: Tensor) -> Tensor:
     """Swap dimensions 0 and 1 of `a`.
 

@@ -18,6 +18,7 @@ import functools
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.arguments import checked
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.op import Op
 from ggjit.ops.lib.checks import are_f32, require, require_contiguous, require_type
@@ -40,6 +41,7 @@ ADD_REL_POS = Op("add_rel_pos", id=81, params=(("in_place", "i32"),), inplace=Tr
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def win_part(a: Tensor, w: int) -> Tensor:
     """Cut an image into windows.
 
@@ -62,6 +64,7 @@ def win_part(a: Tensor, w: int) -> Tensor:
     return new_node(WIN_PART, types.F32, (a.ne[0], w, w, n_x * n_y), (a,), (n_x, n_y, w))
 
 
+@checked
 def win_unpart(a: Tensor, w0: int, h0: int, w: int) -> Tensor:
     """Put windows together to an image.
 
@@ -87,6 +90,7 @@ def win_unpart(a: Tensor, w0: int, h0: int, w: int) -> Tensor:
     return new_node(WIN_UNPART, types.F32, (a.ne[0], w0, h0, 1), (a,), (w,))
 
 
+@checked
 def get_rel_pos(a: Tensor, qh: int, kh: int) -> Tensor:
     """Relative position embeddings for each pair of query and key.
 
@@ -110,6 +114,7 @@ def get_rel_pos(a: Tensor, qh: int, kh: int) -> Tensor:
     return new_node(GET_REL_POS, a.type, (a.ne[0], kh, qh, 1), (a,))
 
 
+@checked
 def add_rel_pos(a: Tensor, pw: Tensor, ph: Tensor, *, inplace: bool = False) -> Tensor:
     """Add relative position scores to attention scores.
 

@@ -1,6 +1,9 @@
 """What builders say to an argument of the wrong kind: one TypeError that names it, whatever the builder."""
 
 import inspect
+import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from ggjit.op import by_name
 
 SCALARS = {"int": 1, "float": 1.0, "bool": True, "Type": gg.F32, "str": "relu", "Sequence[int]": (1, 1, 1, 1)}
 WRONG = {"None": None, "1": 1, "an array of shape (2, 2); use gg.from_numpy": np.zeros((2, 2)), "'x'": "x", "list": [1]}
-BUILDERS = [(name, getattr(ops, name)) for name in ops.__all__]
+BUILDERS = [(name, ops.builder(name)) for name in ops.__all__]
 PLACES = [
     (name, p.name)
     for name, builder in BUILDERS
@@ -40,7 +43,7 @@ def filled(builder):
 
 @pytest.mark.parametrize(("name", "place"), PLACES, ids=[f"{name}-{place}" for name, place in PLACES])
 def test_what_is_no_tensor_is_named(name, place):
-    builder = getattr(ops, name)
+    builder = ops.builder(name)
     optional = "None" in str(inspect.signature(builder).parameters[place].annotation)
     given = filled(builder)
     for text, wrong in WRONG.items():
@@ -89,6 +92,25 @@ def test_errors_of_builders_pass_unchanged():
         ops.reshape_1d(a, 3)
     with pytest.raises(TypeError, match=r"^sum: a must be F32, F16 or BF16, got I32"):
         ops.sum(gg.new_tensor(types.I32, 4))
+
+
+def test_the_file_of_a_builder_has_the_checked_one():
+    from ggjit.ops.norm import rms_norm
+
+    with pytest.raises(TypeError, match=r"^rms_norm: a must be a Tensor, got None"):
+        rms_norm(None, 1e-5)
+    for name, builder in BUILDERS:
+        assert builder is getattr(sys.modules[builder.__module__], name) is getattr(gg, name)
+        assert builder.__wrapped__.__module__ == builder.__module__
+
+
+def test_builders_can_be_pickled():
+    for _, builder in BUILDERS:
+        assert pickle.loads(pickle.dumps(builder)) is builder
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).__module__)"
+    sent = pickle.dumps(gg.rms_norm)
+    got = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert got.stdout.split() == [b"ggjit.ops.norm"]
 
 
 def test_builders_keep_names_and_documentation():

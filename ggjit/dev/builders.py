@@ -18,7 +18,7 @@ from ggjit.tensor import Tensor
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    found = {name: inspect.unwrap(getattr(ops, name)) for name in ops.__all__}
+    found = {name: inspect.unwrap(ops.builder(name)) for name in ops.__all__}
     return {name: function for name, function in found.items() if inspect.isfunction(function)}
 
 

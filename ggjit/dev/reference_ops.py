@@ -81,7 +81,7 @@ def _argument(value: Any, sources: Sequence[Tensor | None]) -> Any:
 def _builder(name: str) -> Callable[..., Tensor]:
     if name not in ops.__all__:
         raise Unsupported("ops", name)
-    return getattr(ops, name)  # type: ignore[no-any-return]
+    return ops.builder(name)  # type: ignore[no-any-return]
 
 
 def _call(case: Case, sources: Sequence[Tensor | None]) -> Tensor:

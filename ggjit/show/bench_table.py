@@ -117,7 +117,7 @@ def bench(
         ValueError: no such op, type or shape.
         NotImplementedError: no kernel takes the types.
     """
-    name = op if isinstance(op, str) else op.__name__
+    name = op if isinstance(op, str) else op.__name__.rpartition(".")[2]  # `ops.norm` is a module
     meter = Meter(threads)
     return BenchTable([measure(s, meter, turns, repack=repack) for s in _shapes(name, op, shapes, type, small)])
 

@@ -237,7 +237,7 @@ def asm(
         return Codes([Code(op)])
     if isinstance(op, Tensor):
         return Codes(map(Code, _kernels_of(op)))
-    name = op if isinstance(op, str) else op.__name__
+    name = op if isinstance(op, str) else op.__name__.rpartition(".")[2]  # `ops.norm` is a module
     return Codes(Code(_kernel_of(name, kind.upper(), label)) for kind in ([types] if isinstance(types, str) else types))
 
 
