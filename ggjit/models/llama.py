@@ -113,7 +113,7 @@ class Llama:
         else:
             assert layer.wq is not None and layer.wk is not None and layer.wv is not None
             q = heads(linear(cur, layer.wq, layer.bq), hp.head_dim, n_head)
-            k = heads(linear(cur, layer.wk, layer.bk), hp.head_dim, n_kv)
+            k = heads(linear(cur, layer.wk, layer.bk, PREC_F32), hp.head_dim, n_kv)
             v = heads(linear(cur, layer.wv, layer.bv, PREC_F32), hp.head_dim_v, n_kv)
         g.compute_first(il, q, k, v)
         q = g.name(self.rope.apply(q, g.pos, self.rope_freqs), "Qcur", il)
