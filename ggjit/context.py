@@ -74,6 +74,7 @@ class Context:
         mem_buffer: uint8 memory to use instead of an own block; it must be writable, hold `mem_size` bytes and lie at
             a multiple of 16.
         no_alloc: put headers only; data comes from a buffer later (or from `Tensor.set`).
+        prec: precision word of the products made in it whose builder is given none.
 
     Raises:
         ValueError: `mem_size` is negative, or `mem_buffer` is too small, not writable or not aligned.
@@ -82,7 +83,7 @@ class Context:
     Source: ggml_init.
     """
 
-    def __init__(self, mem_size: int, mem_buffer: Any = None, no_alloc: bool = False) -> None:
+    def __init__(self, mem_size: int, mem_buffer: Any = None, no_alloc: bool = False, prec: int = 0) -> None:
         if mem_size < 0:
             raise ValueError(f"Context: mem_size must not be negative, got {mem_size}")
         if mem_buffer is None:
@@ -100,7 +101,7 @@ class Context:
             array = array[:mem_size]
         self.array = array
         self.mem_buffer_owned = mem_buffer is None
-        self.no_alloc = no_alloc
+        self.no_alloc, self.prec = no_alloc, prec
         self.mem_size = int(mem_size)
         self._open(array)
 

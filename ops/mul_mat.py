@@ -26,6 +26,7 @@ import numpy as np
 from ggjit import ops, types
 from ggjit.arguments import checked
 from ggjit.autodiff import as_f32, refuse
+from ggjit.context import current
 from ggjit.fusion import Fused
 from ggjit.jit import jitted, lazy_module
 from ggjit.op import PREC_F32, Op
@@ -73,14 +74,15 @@ def check_mul_mat(op: Op, a: Tensor, b: Tensor) -> None:
 
 
 @checked
-def mul_mat(a: Tensor, b: Tensor, *, prec: int = 0, hint: int = 0) -> Tensor:
+def mul_mat(a: Tensor, b: Tensor, *, prec: int | None = None, hint: int = 0) -> Tensor:
     """Multiply matrices: each row of b with each row of a.
 
     Args:
         a: [k, m, n2, n3], any type with kernels; rows contiguous, other strides free. Not transposed.
         b: f32, f16 or bf16 [k, n, N2, N3], or Q8_0, Q8_1, Q8_K where a has a block type; rows contiguous. n2 divides N2
             and n3 divides N3: a is repeated.
-        prec: 0, or 10 for GGML_PREC_F32: block types meet activations of about 16 bits, not 8. Sums are always f32.
+        prec: 0, or 10 for GGML_PREC_F32: block types meet activations of about 16 bits, not 8; by default what the
+            context says. Sums are f32 in any case.
         hint: ggml's hint word; it does not change the result.
 
     Returns:
@@ -96,6 +98,7 @@ def mul_mat(a: Tensor, b: Tensor, *, prec: int = 0, hint: int = 0) -> Tensor:
         raise ValueError(
             f"mul_mat: src0.ne[2:] must divide src1.ne[2:], got {list(a.ne)} and {list(b.ne)} ('{a.name}', '{b.name}')"
         )
+    prec = current("mul_mat").prec if prec is None else prec
     return new_node(MUL_MAT, types.F32, (a.ne[1], *b.ne[1:]), (a, b), (prec, hint))
 
 

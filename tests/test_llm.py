@@ -267,6 +267,21 @@ def test_arguments_of_other_calls_are_of_a_kind(llm, call, text):
     assert str(raised.value).startswith(text)
 
 
+def test_precision_f32_is_that_of_the_weights():
+    """llama.cpp's logits for the same weights in F32; and a token alone and in a prompt has the same bits."""
+    want = reference("llama-q.Q4_1")
+    ids, exact = want["short_ids"], want["short_logits_f32w"]
+    with load("llama-q.Q4_1", prec="f32") as precise, load("llama-q.Q4_1") as plain:
+        got = precise.logits(ids)
+        assert nmse(exact, got) < min(1e-6, 0.01 * nmse(exact, plain.logits(ids)))
+        precise.logits(ids[:-1])
+        assert np.array_equal(precise.logits(ids)[-1], got[-1])
+    with load("llama-q.Q4_1", prec="f32", n_ubatch=1) as precise:
+        assert np.array_equal(precise.logits(ids), got)
+    with pytest.raises(ValueError, match=r"^DecodeContext: prec must be one of \['default', 'f32'\], got 'f16'$"):
+        load("llama-q.Q4_1", prec="f16")
+
+
 @pytest.mark.parametrize("kv_type", [gg.F32, "f32", "F32"])
 def test_the_cache_type_is_a_type_or_its_name(kv_type):
     with load("llama-headdim", kv_type=kv_type) as llm:

@@ -20,6 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--batch", type=one, default=512, metavar="BATCH", help="tokens computed together (512)")
     parser.add_argument("-t", "--threads", type=one, metavar="T", help="threads (as many as `ggjit info` says)")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
+    parser.add_argument(
+        "--prec", choices=("default", "f32"), default="f32",
+        help="f32: of the weights alone, with activations of 16 bits; default: with those of `ggjit run` (f32)",
+    )  # fmt: skip
     parser.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
 
 
@@ -33,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     path = pull(args.model, progress=progress)
     with gg.LLM(
         path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.batch, repack=args.repack,
-        progress=progress,
+        prec=args.prec, progress=progress,
     ) as llm:  # fmt: skip
         model_options.warn_of_context(llm)
         start = time.perf_counter()

@@ -25,6 +25,7 @@ from ggjit.llm import inputs
 from ggjit.llm.batch import Batch
 from ggjit.llm.kv_cache import PAD, KVCache, cache_type
 from ggjit.lower import Executable, Scratch, lower, scratch_size
+from ggjit.op import PREC_F32
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import Type
 from ggjit.unbacked import UnbackedAllocator, unbacked_buffer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 N_UBATCH = 512
 MAX_GRAPHS = 12  # shapes kept ready
+PRECISIONS = {"default": 0, "f32": PREC_F32}  # words of the products that the architecture gives none
 GRAPH_SIZE = 8192
 
 
@@ -67,7 +69,8 @@ class DecodeGraph:
         self._rows: tuple[Tensor, Tensor, FileRows] | None = None
         self._stores: list[Tensor] = []
         self._windows: dict[int, Tensor] = {}
-        self.context = Context(GRAPH_SIZE * tensor_overhead() + graph_overhead(GRAPH_SIZE), no_alloc=True)
+        size, prec = GRAPH_SIZE * tensor_overhead() + graph_overhead(GRAPH_SIZE), PRECISIONS[context.prec]
+        self.context = Context(size, no_alloc=True, prec=prec)
         with self.context:
             self.tokens = new_tensor(types.I32, n_tokens, name="inp_tokens").set_input()
             self.pos = new_tensor(types.I32, n_tokens, name="inp_pos").set_input()
@@ -231,6 +234,7 @@ class DecodeContext:
         n_threads: that compute.
         kv_type: of the cache, F16 or F32: the type or its name.
         n_ubatch: most tokens computed together.
+        prec: "default", or "f32": all products of weights but those of experts take activations of about 16 bits.
 
     Attributes:
         cache: keys and values, each layer's on the layer's device.
@@ -239,11 +243,17 @@ class DecodeContext:
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: a size is not positive, or the cache type is none of the two.
+        ValueError: a size is not positive, or the cache type or the precision is none of the two.
     """
 
     def __init__(
-        self, model: Model, n_ctx: int, n_threads: int, kv_type: Type | str = types.F16, n_ubatch: int = N_UBATCH
+        self,
+        model: Model,
+        n_ctx: int,
+        n_threads: int,
+        kv_type: Type | str = types.F16,
+        n_ubatch: int = N_UBATCH,
+        prec: str = "default",
     ) -> None:
         kv_type = cache_type("DecodeContext", kv_type)
         check_kinds("DecodeContext", Integral, "a whole number", n_ctx=n_ctx, n_threads=n_threads, n_ubatch=n_ubatch)
@@ -252,7 +262,9 @@ class DecodeContext:
                 f"DecodeContext: n_ctx, n_ubatch and n_threads must be positive, "
                 f"got {n_ctx}, {n_ubatch} and {n_threads}"
             )
-        self.model, self.n_threads, self.n_ubatch, self.n_ctx = model, n_threads, n_ubatch, n_ctx
+        if prec not in PRECISIONS:
+            raise ValueError(f"DecodeContext: prec must be one of {list(PRECISIONS)}, got {prec!r}")
+        self.model, self.n_threads, self.n_ubatch, self.n_ctx, self.prec = model, n_threads, n_ubatch, n_ctx, prec
         self.cache = self._new_cache(kv_type)
         self.allocator = (_UnbackedAllocator if model.no_alloc else _Allocator)(host_buffer_type())
         self.scratch, self._scratch_nbytes = Scratch(), 0

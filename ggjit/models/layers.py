@@ -86,7 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ops.mul(ops.rms_norm(x, eps), weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prec: int = 0) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prec: int | None = None) -> Tensor:
     """W x + b: [n_in, n] -> [n_out, n].
 
     Keys, values and logits have prec F32 (see `ggjit.ops.mul_mat`): they carry half of the noise of activations of 8
