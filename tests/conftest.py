@@ -15,7 +15,7 @@ from ggjit.jit import Kernel
 REFERENCE = os.environ.get("GGJIT_REFERENCE")
 SMALL_CASES = Path(__file__).parent / "data" / "reference"
 MODEL_FILES = Path(__file__).parent / "data" / "models"
-MODEL_TESTS = {"test_batch.py", "test_gpt2_examples.py", "test_llm.py", "test_mul_mat.py"}
+TESTS_OF_MODELS_AND_PRODUCTS = {"test_batch.py", "test_gpt2_examples.py", "test_llm.py", "test_mul_mat.py"}
 FEW = (1, 2, 3, 4, 6, 8)
 MODELS = (  # name, numbers of tokens, type of the cache, whether weights are packed
     ("llama-q.Q4_1", (1, 2, 4, 6, 8, 32), "f16", True),
@@ -71,9 +71,12 @@ def reference() -> Path:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile what the big tests need before any of them starts a thread: then all CPUs compile."""
+    """Compile what the big tests need before any of them starts a thread: then all CPUs compile.
+
+    Tests leave CPUs idle, so half of it waits for that time if all tests run, with what they need beside it.
+    """
     collected = {Path(item.path).name for item in session.items}
-    kernels = []
+    kernels: list[Kernel] = []
     if session.config.option.collectonly or len(session.items) < MANY:
         return
     if "test_ops.py" in collected:
@@ -84,13 +87,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             kernels += reference_ops.kernels(path, (1, 3))
     if "test_panels.py" in collected:
         panels = sys.modules["test_panels"]
-        kernels += warm.product_kernels(panels.TYPES if full else panels.QUICK_TYPES, {v[:2] for v in panels.VARIANTS})
-    warm.compile_together(kernels)
-    if collected >= MODEL_TESTS:
-        session.config.stash[BEHIND] = warm.compile_behind(needed_later)
+        types = panels.TYPES if full else panels.QUICK_TYPES
+        kernels += warm.product_kernels(types, {v[:2] for v in panels.VARIANTS})
+    if not collected >= TESTS_OF_MODELS_AND_PRODUCTS:
+        warm.compile_together(kernels)
+        return
+    kernels = [*dict.fromkeys(kernels)]
+    n = len(kernels) // 2
+    warm.compile_together(kernels[:n])
+    later = kernels[n:][::-1]  # backwards: tests meet the first ones first, and compile what is not there
+    session.config.stash[BEHIND] = warm.compile_behind(lambda: models_and_products() + later)
 
 
-def needed_later() -> list[Kernel]:
+def models_and_products() -> list[Kernel]:
     """Kernels that tests of models and products need, about in the order in which they do."""
     found: list[Kernel] = []
     for name, n_tokens, kv_type, repack in MODELS:
