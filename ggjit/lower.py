@@ -88,10 +88,18 @@ class Lowering:
 
     Args:
         n_threads: threads that will run the program.
+        nodes: of the graph.
+
+    Attributes:
+        readers: the nodes that read a tensor.
     """
 
-    def __init__(self, n_threads: int) -> None:
+    def __init__(self, n_threads: int, nodes: Sequence[Tensor] = ()) -> None:
         self.n_threads = n_threads
+        self.readers: dict[Tensor | None, list[Tensor]] = {}
+        for node in nodes:
+            for t in node.src:
+                self.readers.setdefault(t, []).append(node)
         self.steps: list[Step] = []
         self.node: Tensor | None = None  # the graph's node that is being lowered
         self._contexts: list[Context] = []
@@ -499,7 +507,7 @@ def scratch_size(graph: Graph, n_threads: int) -> int:
 
 
 def _lowering(graph: Graph, n_threads: int, fuse: bool | None = None) -> tuple[Lowering, list[tuple[Tensor, ...]]]:
-    lowering = Lowering(n_threads)
+    lowering = Lowering(n_threads, graph.nodes)
     for t in [*graph.leafs, *graph.nodes]:
         if t.data == 0 and t.nbytes:
             raise ValueError(f"lower: tensors must have data before they are computed, got none ('{t.name}')")

@@ -186,6 +186,9 @@ def lower_product(
     """
     records = records_of(a, b, prec)
     y = lower_activations(low, a, b, records)
+    for other in low.readers.get(b, ()):  # all forms before the first product: between them threads need not meet
+        if other.op is MUL_MAT and other.src[1] is b and takes(other.src[0], b):
+            lower_activations(low, other.src[0], b, records_of(other.src[0], b, other.params.prec))
     packed, n = is_packed(a), b.ne[1]
     along = 2 if _is_along_2(a, b) else 1
     n = b.ne[2] // a.ne[2] if along == 2 else n
