@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ggjit import placement
 from ggjit import shared_state as shared
 from ggjit.jit import Words, jitted, words
 from ggjit.shared_state import (
     ABORT,
     ARRIVED,
+    CPU,
     FAILED,
     FAILURES,
     FIRST,
     JOB,
     LAST,
     LINE,
+    LOOK_SPINS,
     PARKED,
     PHASE,
     ROWS,
@@ -62,7 +65,7 @@ def zero_counters(row, end):  # type: ignore[no-untyped-def]
 
 
 @jitted
-def barrier(state, nth, job, following, end):  # type: ignore[no-untyped-def]
+def barrier(state, ith, nth, job, following, end):  # type: ignore[no-untyped-def]
     """Wait for all threads; False if the program stops here. `following` is the address of the next row."""
     phase = shared.load_atomic(state + PHASE)
     if shared.fetch_add(state + ARRIVED, 1) == nth - 1:
@@ -74,12 +77,14 @@ def barrier(state, nth, job, following, end):  # type: ignore[no-untyped-def]
         if shared.load_atomic(state + WAITING) > 0:
             shared.wake(state, state + PHASE)
     else:
-        spins = shared.load(state + SPINS)
+        spins, look = shared.load(state + SPINS), shared.load(state + LOOK_SPINS)
         n = 0
         while shared.load_atomic(state + PHASE) == phase:
             n += 1
             if n <= spins:
                 shared.pause()
+                if n == look:
+                    placement.look(state, ith)
             else:
                 shared.fetch_add(state + WAITING, 1)
                 shared.sleep_while(state, state + PHASE, phase)
@@ -110,7 +115,7 @@ def run_rows(state, ith, job):  # type: ignore[no-untyped-def]
             note_failure(state, ith, i, status)
         if times:
             shared.store(times + 16 * i + 8, shared.ticks())
-        if (shared.load(row + 24) & BARRIER or i + 1 == last) and not barrier(state, nth, job, row + _ROW, end):
+        if (shared.load(row + 24) & BARRIER or i + 1 == last) and not barrier(state, ith, nth, job, row + _ROW, end):
             return
         if times:
             shared.store(times + 16 * i + 16, shared.ticks())
@@ -140,6 +145,7 @@ def note_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     nth = shared.load(state + THREADS)
     for ith in range(nth):
         shared.store(state + FAILURES + LINE * ith, 0)
+        shared.store(state + FAILURES + LINE * ith + CPU, placement.NOT_BEGUN)
     shared.store_atomic(state + FAILED, 0)
     shared.store_atomic(state + ABORT, 0)
     shared.store_atomic(state + ROWS, rows)
@@ -156,6 +162,7 @@ def give_job(state, rows, first, last, times):  # type: ignore[no-untyped-def]
     """
     note_job(state, rows, first, last, times)
     zero_counters(rows + _ROW * first, rows + _ROW * last)
+    placement.publish_from(state)
     job = shared.fetch_add(state + JOB, 1) + 1
     if shared.load_atomic(state + PARKED) > 0:
         shared.wake(state, state + JOB)

@@ -32,12 +32,15 @@ ROWS, FIRST, LAST, TIMES = 512, 520, 528, 536  # the job, written when it is pub
 THREADS, SPINS, IDLE_SPINS, WAIT_KIND, WAIT_FUNCTION, WAKE_FUNCTION, NUMBER = (
     576 + 8 * i for i in range(7)
 )  # constant
-FAILURES = 640  # a line for each thread: failed or not, row, status
+CPU_FUNCTION, GET_AFFINITY, SET_AFFINITY, MOVING, LOOK_SPINS = (640 + 8 * i for i in range(5))  # see ggjit.placement
+FAILURES = 704  # a line for each thread: failed or not, row, status, and what follows
 LINE = 64
+CPU, THREAD = 24, 32  # in that line: on which CPU the thread was last, and the system's number of a worker
 
 NO_WAIT, FUTEX, WIN32, MACOS = 0, 1, 2, 3  # WAIT_KIND; WAIT_FUNCTION is usleep if there is none
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 _FUTEX_NUMBER = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98}
+_AFFINITY_NUMBERS = {"x86_64": (204, 203), "amd64": (204, 203), "aarch64": (123, 122), "arm64": (123, 122)}
 
 
 def new_state(n_threads: int) -> NDArray[np.int64]:
@@ -50,30 +53,42 @@ def new_state(n_threads: int) -> NDArray[np.int64]:
     kind, wait, wake, number = wait_functions()
     words[WAIT_KIND // 8], words[WAIT_FUNCTION // 8], words[WAKE_FUNCTION // 8] = kind, wait, wake
     words[NUMBER // 8] = number
+    words[CPU_FUNCTION // 8], words[GET_AFFINITY // 8], words[SET_AFFINITY // 8] = affinity_functions(kind)
     return words
+
+
+def _address(library: Any, name: str) -> int:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 def wait_functions(kind: int | None = None) -> tuple[int, int, int, int]:
     """Return how this system waits: the kind, addresses of the functions, number of the system call."""
-
-    def address(library: Any, name: str) -> int:
-        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-
     number = _FUTEX_NUMBER.get(platform.machine().lower(), 0)
     try:
         if sys.platform == "linux" and number and kind != NO_WAIT:
-            function = address(ctypes.CDLL(None), "syscall")
+            function = _address(ctypes.CDLL(None), "syscall")
             return FUTEX, function, function, number
         if sys.platform == "win32":
             library = ctypes.WinDLL("KernelBase")
-            return WIN32, address(library, "WaitOnAddress"), address(library, "WakeByAddressAll"), 0
+            return WIN32, _address(library, "WaitOnAddress"), _address(library, "WakeByAddressAll"), 0
         if sys.platform == "darwin" and kind != NO_WAIT:
             library = ctypes.CDLL(None)
-            wake = address(library, "os_sync_wake_by_address_all")
-            return MACOS, address(library, "os_sync_wait_on_address"), wake, 0
+            wake = _address(library, "os_sync_wake_by_address_all")
+            return MACOS, _address(library, "os_sync_wait_on_address"), wake, 0
     except (AttributeError, OSError):  # an older system
         pass
-    return NO_WAIT, address(ctypes.CDLL(None), "usleep"), 0, 0
+    return NO_WAIT, _address(ctypes.CDLL(None), "usleep"), 0, 0
+
+
+def affinity_functions(kind: int) -> tuple[int, int, int]:
+    """Address of sched_getcpu, numbers of the calls that get and set affinity; zeros where there is no futex."""
+    numbers = _AFFINITY_NUMBERS.get(platform.machine().lower())
+    try:
+        if kind == FUTEX and numbers is not None:
+            return _address(ctypes.CDLL(None), "sched_getcpu"), *numbers
+    except AttributeError:  # another C library
+        pass
+    return 0, 0, 0
 
 
 # --- words by address -------------------------------------------------------------------------------------------------
@@ -179,15 +194,28 @@ def ticks(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _call_system(typingctx, function, a, c, d, e):  # type: ignore[no-untyped-def]
-    """Call a function of the C library with four integers and two zeros; its result is not used."""
+def call_system(typingctx, function, a, c, d, e):  # type: ignore[no-untyped-def]
+    """Call a function of the C library with four integers and two zeros."""
 
     def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
         i64 = ir.IntType(64)
-        b.call(b.inttoptr(args[0], ir.FunctionType(i64, [i64] * 6).as_pointer()), [*args[1:], i64(0), i64(0)])
-        return context.get_dummy_value()
+        function = b.inttoptr(args[0], ir.FunctionType(i64, [i64] * 6).as_pointer())
+        return b.call(function, [*args[1:], i64(0), i64(0)])
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.int64(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def stack_words(typingctx, n):  # type: ignore[no-untyped-def]
+    """Address of n words, a constant, on the stack of the calling function."""
+    if not isinstance(n, types.IntegerLiteral):
+        return None
+    size = n.literal_value
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        return b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(ir.IntType(64), size)), ir.IntType(64))
+
+    return types.int64(n), codegen
 
 
 @intrinsic
@@ -205,13 +233,13 @@ def sleep_while(state, word, value):  # type: ignore[no-untyped-def]
     """Sleep until another thread wakes those who wait for the word, unless it has changed already. May wake early."""
     kind, function = load(state + WAIT_KIND), load(state + WAIT_FUNCTION)
     if kind == FUTEX:
-        _call_system(function, load(state + NUMBER), word, _FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF)
+        call_system(function, load(state + NUMBER), word, _FUTEX_WAIT_PRIVATE, value & 0xFFFFFFFF)
     elif kind == WIN32:
-        _call_system(function, word, _address_of(value), 8, 0xFFFFFFFF)
+        call_system(function, word, _address_of(value), 8, 0xFFFFFFFF)
     elif kind == MACOS:
-        _call_system(function, word, value, 8, 0)
+        call_system(function, word, value, 8, 0)
     else:
-        _call_system(function, 50, 0, 0, 0)
+        call_system(function, 50, 0, 0, 0)
 
 
 @jitted
@@ -219,8 +247,8 @@ def wake(state, word):  # type: ignore[no-untyped-def]
     """Wake all threads that sleep on the word."""
     kind, function = load(state + WAIT_KIND), load(state + WAKE_FUNCTION)
     if kind == FUTEX:
-        _call_system(function, load(state + NUMBER), word, _FUTEX_WAKE_PRIVATE, 0x7FFFFFFF)
+        call_system(function, load(state + NUMBER), word, _FUTEX_WAKE_PRIVATE, 0x7FFFFFFF)
     elif kind == WIN32:
-        _call_system(function, word, 0, 0, 0)
+        call_system(function, word, 0, 0, 0)
     elif kind == MACOS:
-        _call_system(function, word, 8, 0, 0)
+        call_system(function, word, 8, 0, 0)

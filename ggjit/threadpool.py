@@ -20,16 +20,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit import program
+from ggjit import placement, program
 from ggjit import shared_state as shared
 from ggjit.jit import compile_all, words
 from ggjit.parallel_compile import WORKER
-from ggjit.shared_state import ABORT, FAILURES, IDLE_SPINS, JOB, LAST, PARKED, SPINS, WAIT_KIND
+from ggjit.shared_state import (
+    ABORT,
+    FAILURES,
+    IDLE_SPINS,
+    JOB,
+    LAST,
+    LINE,
+    LOOK_SPINS,
+    PARKED,
+    SPINS,
+    THREAD,
+    WAIT_KIND,
+)
 
 # Longer is paid at every barrier when threads share a core. Shorter lets threads sleep over small differences, and
 # where waking takes long (an idle CPU of a virtual machine) each then makes the other one sleep: with 10 us a prompt
 # of 128 tokens after a pause takes half as long again.
 BARRIER_SPIN_NS = 200_000
+LOOK_SPIN_NS = 100_000  # waiting so long threads look whether they share a CPU
 IDLE_SPIN_NS = 500_000
 MAX_THREADS = 512
 _STOP = -1
@@ -53,6 +66,7 @@ def worker(state, ith, job):  # type: ignore[no-untyped-def]
         job += 1
         if shared.load_atomic(state + LAST) < 0:
             return _STOP
+        placement.begin_apart(state, ith)
         program.run_rows(state, ith, job)
 
 
@@ -99,6 +113,7 @@ class Pool:
         self._busy = threading.Lock()  # one program at a time
         self._words = shared.new_state(self.n_threads)
         self._words[SPINS // 8] = int(BARRIER_SPIN_NS / pause_ns())
+        self._words[LOOK_SPINS // 8] = int(LOOK_SPIN_NS / pause_ns())
         self._words[IDLE_SPINS // 8] = int(IDLE_SPIN_NS / pause_ns())
         self._state = self._words.ctypes.data
         self._parking = threading.Lock()
@@ -116,6 +131,7 @@ class Pool:
 
     def _serve(self, state_words: NDArray[np.int64], ith: int) -> None:
         state, job = state_words.ctypes.data, 0
+        state_words[(FAILURES + LINE * ith + THREAD) // 8] = threading.get_native_id()
         while (job := self._worker(state, ith, job)) != _STOP:
             with self._parking:  # a job is published before `_parked` is looked at, so none is missed
                 if state_words[JOB // 8] != job:

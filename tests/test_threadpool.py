@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from test_program import Build, mark, mix
 
-from ggjit import shared_state, threadpool
+from ggjit import placement, shared_state, threadpool
+from ggjit.jit import words
 from ggjit.program import BARRIER
 from ggjit.threadpool import Pool, default_threads, get_pool, threads_found
 
@@ -97,6 +99,64 @@ def test_a_system_without_waiting_on_addresses(monkeypatch):
     assert np.array_equal(out, want)
     pool.close()
     assert not any(t.is_alive() for t in pool._threads)
+
+
+@words
+def moved(state, ith):
+    """`placement.move` from Python."""
+    placement.move(state, ith)
+    return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux" or default_threads() < 2, reason="no affinity")
+def test_a_worker_on_the_callers_cpu_moves_and_keeps_its_affinity():
+    state = shared_state.new_state(2)
+    line = (shared_state.FAILURES + shared_state.LINE) // 8
+    assert state[shared_state.CPU_FUNCTION // 8]
+    stop, ready = threading.Event(), threading.Event()
+
+    def spin():
+        state[line + shared_state.THREAD // 8] = threading.get_native_id()
+        ready.set()
+        while not stop.is_set():
+            threadpool.pauses(10_000)
+
+    def cpu(thread):
+        return int(Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[36])
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    ready.wait()
+    try:
+        number, n_moved = int(state[line + shared_state.THREAD // 8]), 0
+        allowed = os.sched_getaffinity(number)
+        for _ in range(20):
+            was = state[(shared_state.FAILURES + shared_state.CPU) // 8] = cpu(number)
+            moved(state.ctypes.data, 1)
+            n_moved += cpu(number) != was
+            assert os.sched_getaffinity(number) == allowed
+        assert n_moved
+        os.sched_setaffinity(number, {was})  # nowhere else to go
+        moved(state.ctypes.data, 1)
+        assert os.sched_getaffinity(number) == {was}
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no affinity")
+@pytest.mark.parametrize("n_threads", [2, 5])
+def test_workers_have_their_affinity_after_programs(n_threads):
+    program, out, want = chain()
+    pool = Pool(n_threads)
+    allowed = [os.sched_getaffinity(t.native_id) for t in pool._threads]
+    for _ in range(30):
+        out[:] = 0
+        time.sleep(0.002)
+        program.run(pool)
+        assert np.array_equal(out, want)
+    assert [os.sched_getaffinity(t.native_id) for t in pool._threads] == allowed
+    pool.close()
 
 
 def test_close_ends_the_workers():
