@@ -202,10 +202,15 @@ class Kernel(Compiled):
     kind = "kernel"
 
     def __init__(
-        self, function: Callable[..., Any], counter: bool = False, streams: bool = False, by_rows: ByRows | None = None
+        self,
+        function: Callable[..., Any],
+        counter: bool = False,
+        streams: bool = False,
+        by_rows: ByRows | None = None,
+        own_scratch: bool = False,
     ) -> None:
         super().__init__(function)
-        self.uses_counter, self.streams, self.by_rows = counter, streams, by_rows
+        self.uses_counter, self.streams, self.by_rows, self.own_scratch = counter, streams, by_rows, own_scratch
         self.kind = "streaming kernel" if streams else "kernel"
         names = list(inspect.signature(function).parameters)
         self.n_src = (len(names) - 7) // 3
@@ -213,6 +218,8 @@ class Kernel(Compiled):
         want = [name + part for name in tensors for part in ("", "_ne", "_nb")] + ["op_params", "work", "ith", "nth"]
         if names != want:
             raise TypeError(f"{function.__qualname__}: a kernel takes ({', '.join(want)}), got ({', '.join(names)})")
+        if own_scratch and not counter:
+            raise TypeError(f"{function.__qualname__}: own_scratch must come with counter=True, got counter=False")
         if self.n_src > 10:
             raise TypeError(f"{function.__qualname__}: a kernel has at most 10 sources, got {self.n_src}")
         self._jitted = Jitted(function, {})
@@ -320,7 +327,7 @@ def intrinsic(function: Callable[..., Any]) -> Intrinsic:
 def kernel(function: Callable[..., Any]) -> Kernel: ...
 @overload
 def kernel(
-    *, counter: bool = False, streams: bool = False, by_rows: ByRows | None = None
+    *, counter: bool = False, streams: bool = False, by_rows: ByRows | None = None, own_scratch: bool = False
 ) -> Callable[[Callable[..., Any]], Kernel]: ...
 def kernel(
     function: Callable[..., Any] | None = None,
@@ -328,6 +335,7 @@ def kernel(
     counter: bool = False,
     streams: bool = False,
     by_rows: ByRows | None = None,
+    own_scratch: bool = False,
 ) -> Any:
     """Make a kernel of a function with the fixed signature (see Kernel).
 
@@ -337,10 +345,13 @@ def kernel(
     `@kernel(by_rows=f)` for one whose threads have rows n * ith / nth to n * (ith + 1) / nth of dst's n where
     f(dst, nth) is true, and read of a source with the ne[1:] of dst those rows alone; it does not write to sources.
     Threads then need not meet between such steps (`ggjit.lower`).
+    `@kernel(counter=True, own_scratch=True)` for one whose scratch begins as many bytes behind the counter's line as
+    the int64 in work[8:16] says, and whose thread ith uses the ith of its nth equal parts alone: nor need they meet
+    between such steps that have as much scratch.
     """
     if function is not None:
-        return Kernel(function, counter, streams, by_rows)
-    return lambda f: Kernel(f, counter, streams, by_rows)
+        return Kernel(function, counter, streams, by_rows, own_scratch)
+    return lambda f: Kernel(f, counter, streams, by_rows, own_scratch)
 
 
 def words(function: Callable[..., Any]) -> Words:

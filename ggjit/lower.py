@@ -11,8 +11,8 @@ own. A step is a row of four int64:
 
 Nothing of the user's graph is changed: records that are needed besides its own lie in contexts of the lowering. Scratch
 has two parts: derived tensors, placed by their lifetimes, and one work buffer that all steps use in turn; its first 64
-bytes hold the chunk counter. Steps that share work by a counter and need no scratch have a counter of their own each,
-so that they can follow each other without a barrier.
+bytes hold the chunk counter. Steps that share work by a counter and need no scratch, or whose threads keep to their
+own parts of it, have a counter of their own each, so that they can follow each other without a barrier.
 """
 
 from __future__ import annotations
@@ -305,6 +305,8 @@ class Executable:
         place = self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes
         lines = _set_barriers(self.steps, rows, place, n_threads)
         self._counters = aligned_bytes(COUNTER_LINE * max(lines, default=0))
+        own = self._counters.view(np.int64).reshape(-1, COUNTER_LINE // 8)  # each with the way to the scratch
+        own[:, 1] = self._work.ctypes.data - self._counters.ctypes.data - COUNTER_LINE * np.arange(len(own))
         self._tasks = np.zeros((1 + max(lines, default=0), 2), np.int64)  # address and size of the scratch
         self._tasks[0] = self._work.ctypes.data, self._work.nbytes
         for i in range(1, len(self._tasks)):
@@ -409,11 +411,12 @@ def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, i
     """Set BARRIER on each step after which the threads must meet before the next one.
 
     A step may begin while other threads are still in the steps before it only if it reads nothing they write and writes
-    nothing they read or write; bytes that a thread has for itself in both steps (`ggjit.row_shares`) do not count.
+    nothing they read or write; bytes that a thread has for itself in both steps (`ggjit.row_shares`, `own_scratch`) do
+    not count.
     Counters are zeroed at barriers, so between two barriers no counter serves two steps.
 
     Returns:
-        For each step the number of the counter of its own that it uses, from 1 on; 0: it has the work buffer.
+        For each step the number of the counter of its own that it uses, from 1 on; 0: that of the work buffer.
     """
     before: list[_Touched] = []  # since the last barrier
     lines: list[int] = []
@@ -423,7 +426,7 @@ def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, i
         if any(touched.waits_for(b) for b in before):
             rows[i - 1, 3] |= BARRIER
             before, n_lines = [], 0
-        own = bool(rows[i, 3] & COUNTER) and not s.work
+        own = bool(rows[i, 3] & COUNTER) and (s.kernel.own_scratch or not s.work)
         n_lines += own
         lines.append(n_lines if own else 0)
         before.append(touched)
@@ -449,17 +452,18 @@ class _Touched:
             (self.dst.data, self.dst.data + _extent(self.dst), self.dst),
             *(self.reads[k] for k in self.dst.op.state),
         ]
+        self.work = step.work if step.kernel.own_scratch else 0
         if step.work:
             self.writes.append((*work, None))
 
     def waits_for(self, other: _Touched) -> bool:
         """Must all threads have ended the other step, which comes first, before one begins this one?"""
-        alone = self.by_rows and other.by_rows
+        alone, apart = self.by_rows and other.by_rows, 0 < self.work == other.work
         pairs = ((self.reads, other.writes), (self.writes, other.writes), (self.writes, other.reads))
         return any(
             low < h
             and l < high
-            and not (alone and t is not None and u is not None and row_shares.meet(t, self.dst, u, other.dst))
+            and not (apart if t is u is None else alone and t and u and row_shares.meet(t, self.dst, u, other.dst))
             for mine, theirs in pairs
             for low, high, t in mine
             for l, h, u in theirs  # noqa: E741

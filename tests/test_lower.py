@@ -242,3 +242,26 @@ def test_products_of_the_same_source_need_no_barrier_between_them(n_threads):
         for v, y in zip(values, products, strict=True):
             np.testing.assert_allclose(y.numpy()[0, 0, 0], v @ x.numpy()[0, 0, 0], rtol=1e-4, atol=1e-4)
             y.numpy()[...] = 0
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_products_of_many_columns_keep_to_their_threads_scratch(n_threads):
+    """They follow each other without a barrier, though each thread prepares weights in the one work buffer."""
+    rng = np.random.default_rng(4)
+    values = [rng.integers(-8, 9, (n, 96)).astype(np.float32) for n in (400, 80, 208)]
+    with gg.Context(1 << 20):
+        weights = [gg.new_tensor(gg.F16, 96, len(v)) for v in values]
+        for w, v in zip(weights, values, strict=True):
+            w.set(v)
+        x = gg.from_numpy(rng.integers(-8, 9, (40, 96)).astype(np.float32))
+        products = [ops.mul_mat(w, x) for w in weights]
+        graph = gg.build(products, 16)
+    graph.compute(n_threads)
+    executable = lower(graph, n_threads)
+    assert [int(row[3]) & BARRIER for row in executable.rows[-3:]] == [0, 0, BARRIER]
+    assert len({int(row[2]) for row in executable.rows[-3:]}) == 3  # a counter each
+    for _ in range(20):
+        executable.run()
+        for v, y in zip(values, products, strict=True):
+            np.testing.assert_array_equal(y.numpy()[0, 0], x.numpy()[0, 0] @ v.T)  # whole numbers: exact
+            y.numpy()[...] = 0

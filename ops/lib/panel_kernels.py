@@ -421,7 +421,7 @@ def many_kernel(type_name, packed, records=1):
         else:
             pack(src0, offs, row_stride, n_rows, work, u, k)
 
-    @kernel(counter=True)
+    @kernel(counter=True, own_scratch=True)
     def mul_mat_many(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         n_units = (src0_ne[0] + unit - 1) // unit
         n_panels, n_cols = (src0_ne[1] + 15) // 16, dst_ne[1]
@@ -434,7 +434,7 @@ def many_kernel(type_name, packed, records=1):
         n_groups, n_chunks = (n_panels + group - 1) // group, (n_cols + chunk - 1) // chunk
         total = n_groups * n_chunks * src0_ne[2] * src0_ne[3]
         slots = ((slot if slot > SCRATCH else SCRATCH) + 63) // 64 * 64 if u_nbytes else 0
-        base = 64 + ith * (slots + (slice_n * packed_nbytes + 63) // 64 * 64)
+        base = 64 + memory.load_i64(work, 8) + ith * (slots + (slice_n * packed_nbytes + 63) // 64 * 64)
         scratch = base + slots
         number, start, end = next_chunk(work, -1, 0, 0, 1, total, nth)
         while start < total:
