@@ -71,7 +71,10 @@ class Adaptive:
             return
         self._cpu_ns = self._threads_ns = 0
         if is_busy:
-            self.is_alone, self._period = False, PERIOD_NS[0]
+            if self.is_alone:  # perhaps by luck, for one time slice: the next run is judged too
+                self.is_alone, self._unjudged = False, EVERY - 1
+            else:
+                self._period = PERIOD_NS[0]
             return
         self._shared_ns = wall
         if self.is_alone:  # the time alone was over
