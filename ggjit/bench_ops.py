@@ -29,12 +29,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from ggjit import types
 from ggjit.backend import host_buffer_type, tensor_alloc
+from ggjit.barriers import BARRIER
 from ggjit.bench_shapes import WHOLE, Shape
 from ggjit.context import Context, tensor_overhead
 from ggjit.dev.cases import CaseInputs, error_of, limit_of, reference_of
 from ggjit.graph import Graph, graph_overhead
 from ggjit.limits import Meter
-from ggjit.program import BARRIER, Program
+from ggjit.program import Program
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.tensor_values import encode
 from ggjit.threadpool import get_pool

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit import readable, row_shares
+from ggjit import readable
+from ggjit.barriers import COUNTER, set_barriers
 from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
 from ggjit.fusion import Fused, Match
 from ggjit.op import COUNTER_LINE, NONE, PARAM_BYTES
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from ggjit.jit import Kernel
     from ggjit.threadpool import Pool
 
-BARRIER, COUNTER = 1, 2
 SCRATCH_ALIGN = 64
 _RECORDS = 256  # headers in each context of a lowering
 
@@ -303,7 +303,7 @@ class Executable:
             )
         self.rows: NDArray[np.int64] = rows
         place = self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes
-        lines = _set_barriers(self.steps, rows, place, n_threads)
+        lines = set_barriers(self.steps, rows, place, n_threads)
         self._counters = aligned_bytes(COUNTER_LINE * max(lines, default=0))
         own = self._counters.view(np.int64).reshape(-1, COUNTER_LINE // 8)  # each with the way to the scratch
         own[:, 1] = self._work.ctypes.data - self._counters.ctypes.data - COUNTER_LINE * np.arange(len(own))
@@ -405,74 +405,6 @@ def _work_buffer(work: int, context: Context | None) -> NDArray[np.uint8]:
     offset = context.new_object(size, WORK_BUFFER)
     skip = -(context.base + offset) % SCRATCH_ALIGN
     return context.array[offset + skip : offset + skip + COUNTER_LINE + work]
-
-
-def _set_barriers(steps: list[Step], rows: NDArray[np.int64], work: tuple[int, int], n_threads: int) -> list[int]:
-    """Set BARRIER on each step after which the threads must meet before the next one.
-
-    A step may begin while other threads are still in the steps before it only if it reads nothing they write and writes
-    nothing they read or write; bytes that a thread has for itself in both steps (`ggjit.row_shares`, `own_scratch`) do
-    not count.
-    Counters are zeroed at barriers, so between two barriers no counter serves two steps.
-
-    Returns:
-        For each step the number of the counter of its own that it uses, from 1 on; 0: that of the work buffer.
-    """
-    before: list[_Touched] = []  # since the last barrier
-    lines: list[int] = []
-    n_lines = 0  # in use since the last barrier
-    for i, s in enumerate(steps):
-        touched = _Touched(s, work, n_threads)
-        if any(touched.waits_for(b) for b in before):
-            rows[i - 1, 3] |= BARRIER
-            before, n_lines = [], 0
-        own = bool(rows[i, 3] & COUNTER) and (s.kernel.own_scratch or not s.work)
-        n_lines += own
-        lines.append(n_lines if own else 0)
-        before.append(touched)
-    if steps:
-        rows[-1, 3] |= BARRIER
-    return lines
-
-
-class _Touched:
-    """The bytes that a step reads and writes: ranges, each with the tensor whose they are.
-
-    Args:
-        step: the step.
-        work: the work buffer's bytes.
-        n_threads: threads that compute it.
-    """
-
-    def __init__(self, step: Step, work: tuple[int, int], n_threads: int) -> None:
-        self.dst, by_rows = step.record, step.kernel.by_rows
-        self.by_rows = by_rows is not None and by_rows(self.dst, n_threads)
-        self.reads = [(t.data, t.data + _extent(t), t) for t in self.dst.src if t is not None]
-        self.writes: list[tuple[int, int, Tensor | None]] = [
-            (self.dst.data, self.dst.data + _extent(self.dst), self.dst),
-            *(self.reads[k] for k in self.dst.op.state),
-        ]
-        self.work = step.work if step.kernel.own_scratch else 0
-        if step.work:
-            self.writes.append((*work, None))
-
-    def waits_for(self, other: _Touched) -> bool:
-        """Must all threads have ended the other step, which comes first, before one begins this one?"""
-        alone, apart = self.by_rows and other.by_rows, 0 < self.work == other.work
-        pairs = ((self.reads, other.writes), (self.writes, other.writes), (self.writes, other.reads))
-        return any(
-            low < h
-            and l < high
-            and not (apart if t is u is None else alone and t and u and row_shares.meet(t, self.dst, u, other.dst))
-            for mine, theirs in pairs
-            for low, high, t in mine
-            for l, h, u in theirs  # noqa: E741
-        )
-
-
-def _extent(t: Tensor) -> int:
-    buffer = t.buffer
-    return t.nbytes if buffer is None or buffer.type.is_host else buffer.type.alloc_size(t)
 
 
 def lower(

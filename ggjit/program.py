@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ggjit import placement
 from ggjit import shared_state as shared
+from ggjit.barriers import BARRIER, COUNTER
 from ggjit.jit import Words, jitted, words
 from ggjit.shared_state import (
     ABORT,
@@ -42,7 +43,6 @@ from ggjit.shared_state import (
 if TYPE_CHECKING:
     from ggjit.threadpool import Pool
 
-BARRIER, COUNTER = 1, 2
 DONE, FAILURE, ABORTED = 0, 1, 2  # results of a run
 _ROW = 32  # bytes
 

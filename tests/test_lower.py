@@ -7,8 +7,9 @@ import ggjit as gg
 from ggjit import ops
 from ggjit.alloc import TensorAllocator
 from ggjit.backends.cpu import PANEL
+from ggjit.barriers import BARRIER
 from ggjit.jit import jitted, kernel, lazy_module
-from ggjit.lower import BARRIER, Lowering, lower
+from ggjit.lower import Lowering, lower
 from ggjit.op import Op
 from ggjit.tensor import new_node
 

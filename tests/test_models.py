@@ -10,9 +10,9 @@ import pytest
 
 import ggjit as gg
 from ggjit import models
+from ggjit.barriers import BARRIER
 from ggjit.gguf import GgufFile
 from ggjit.llm.model import Model
-from ggjit.lower import BARRIER
 from ggjit.models import layers
 
 MODELS = Path(__file__).parent / "data" / "models"

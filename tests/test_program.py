@@ -13,10 +13,11 @@ import pytest
 
 from ggjit import program as program_module
 from ggjit import threadpool
+from ggjit.barriers import BARRIER, COUNTER
 from ggjit.jit import kernel as make_kernel
 from ggjit.jit import lazy_module
 from ggjit.object_code import undefined_symbols
-from ggjit.program import BARRIER, COUNTER, Aborted, Program
+from ggjit.program import Aborted, Program
 from ggjit.threadpool import get_pool
 
 memory = lazy_module("ggjit.ops.lib.memory")

@@ -147,8 +147,9 @@ def pack_tensors(
     Raises:
         ValueError: a tensor does not lie in a panel buffer, or has not the bytes that are given.
     """
+    from ggjit.barriers import BARRIER
     from ggjit.jit import compile_all
-    from ggjit.program import BARRIER, Program
+    from ggjit.program import Program
     from ggjit.threadpool import COMPILED, default_threads, get_pool
 
     if not items:
