@@ -14,8 +14,8 @@ import pytest
 from test_program import Build, mark, mix
 
 from ggjit import placement, shared_state, threadpool
+from ggjit.barriers import BARRIER
 from ggjit.jit import words
-from ggjit.program import BARRIER
 from ggjit.threadpool import Pool, default_threads, get_pool, threads_found
 
 
