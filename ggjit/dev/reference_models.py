@@ -31,7 +31,7 @@ GELU = ("gemma", "gemma2", "gemma3", "gpt2", "bloom", "falcon", "mpt", "phi2", "
 GELU_LOGITS, GELU_TRACES = 5e-3, 1e-6
 QUANTIZED = 1.1  # squared distance to the logits without rounding, in units of the reference's
 BETWEEN = 12.0  # the same between two results that both round, at one position: the reference alone is 5.5 times as far
-FLIPS = 1  # steps at which a mixture may choose another expert, where two are within the rounding of each other
+FLIPS = 2  # steps at which a mixture may choose another expert, where two are within the rounding of each other
 N_CTX, N_SPLIT = 256, 16
 
 
