@@ -14,8 +14,10 @@ import pytest
 from quant_blocks import blocks
 
 from ggjit import types
+from ggjit.context import Context
 from ggjit.cpu import NAMES, cpu_level
 from ggjit.ops.lib import float_panel, panel_activations, panel_kernels
+from ggjit.tensor import new_tensor
 
 FLOATS = tuple(float_panel.UNITS)
 TYPES = (*FLOATS, *(t.name for t in types.all_types() if t.has_panel))
@@ -194,6 +196,28 @@ def test_activations_of_16_bits(name):
 def test_columns_along_dimension_2():
     product = Product("F16", 64, 20, 1, 2, 10)
     assert np.array_equal(bits(product.run(3, True, 2, along=2)), bits(product.run(1)))
+
+
+@pytest.mark.parametrize(("n", "n_threads"), [(131, 2), (127, 2), (300, 3)])
+def test_threads_with_columns_of_their_own(n, n_threads):
+    """Each computes its columns and no others, whatever the others do; the bits are those of few columns."""
+    product = Product("Q8_0", 1120, 37, n)
+    want = product.run(8)
+    assert np.array_equal(bits(product.run(None, True, n_threads)), bits(want))
+    with Context(4096, no_alloc=True):
+        by_rows = panel_kernels.many_by_rows(new_tensor(types.F32, 37, n), n_threads)
+    assert by_rows == (n >= 128 * (n_threads - 1))
+    if by_rows:
+        work = aligned(64 + panel_kernels.many_work_size(product.type, 1120, True, n_threads))
+        out = np.full(4 * 37 * n, 7, np.uint8)
+        panel_kernels.many_kernel("Q8_0", True)(
+            out, product.out_ne, nb_of(types.F32, product.out_ne), product.panels(), product.ne,
+            nb_of(product.type, product.ne), *product.tiles(0), NO_PARAMS, work, 1, n_threads,
+        )  # fmt: skip
+        first, last = n // n_threads, 2 * n // n_threads
+        rows = out.view(np.float32).reshape(n, 37)
+        assert np.array_equal(bits(rows[first:last]), bits(want[0, first:last]))
+        assert (rows[:first].view(np.uint8) == 7).all() and (rows[last:].view(np.uint8) == 7).all()
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "Q8_0"])

@@ -6,7 +6,8 @@
     pack_kernel    rows to panels, for weights that are packed when they are loaded
 
 Weights are panels already (`packed`), or rows with any strides, which a thread packs 16 at a time into its scratch, so
-that the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8].
+that the same tiles run and give the same bits. Threads share work by the chunk counter in work[0:8], many columns
+of packed quantized weights by columns (`many_by_rows`).
 
 What follows a product of few columns may be part of it (`End`): a thread that has finished 16 rows goes over them once
 more. So bias, residual and activation need no step of their own, nor does the product of a gated unit's second matrix:
@@ -34,6 +35,7 @@ vec = lazy_module("ggjit.ops.lib.vec")
 LINE = 64  # the chunk counter's line at the start of the work buffer
 COLUMNS = (1, 2, 3, 4, 6, 8)
 FEW = 16  # columns up to which tiles read the panel itself
+OWN_COLUMNS = 128  # for each further thread; from so many columns on threads share columns, not panels
 MIN_CHUNK = 8192  # bytes of weights that are worth a step of the counter
 SCRATCH = 256 << 10  # bytes of prepared panels, to stay in L2
 SLICE = {"F32": 256, "F16": 256, "BF16": 512}  # k of a slice; quantized types: QUANT_SLICE
@@ -400,13 +402,22 @@ def many_work_size(type, ne00, packed, nth):
     return nth * (-(-slots // 64) + -(-(n * form.packed_nbytes) // 64)) * 64
 
 
+def many_by_rows(dst, nth):
+    """Has each thread whole columns of the product dst, rows of the tensor?
+
+    Where there are many: each prepares all panels for itself, but what it reads and writes stays in its own cache,
+    which threads on different chiplets do not share, and steps between two attentions need no barrier.
+    """
+    return dst.ne[2] == dst.ne[3] == 1 and dst.ne[1] >= OWN_COLUMNS * (nth - 1)
+
+
 @functools.cache
 def many_kernel(type_name, packed, records=1):
     """Kernel for more than 16 columns, of 1 or 2 records a run."""
     unit, nbytes, row_nbytes, _, _, pack = weights(type_name)
     u_nbytes, packed_nbytes, tile, columns, y_nbytes, convert, n_scale = prepared(type_name, packed, records)
     per_row = columns if type_name in float_panel.UNITS else 1
-    in_place, converts = u_nbytes == 0, convert is not None
+    in_place, converts, own_columns = u_nbytes == 0, convert is not None, packed and per_row == 1
     kb = slice_units(type_name)
 
     @jitted
@@ -421,25 +432,28 @@ def many_kernel(type_name, packed, records=1):
         else:
             pack(src0, offs, row_stride, n_rows, work, u, k)
 
-    @kernel(counter=True, own_scratch=True)
+    @kernel(counter=True, own_scratch=True, by_rows=many_by_rows if own_columns else None)
     def mul_mat_many(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth):
         n_units = (src0_ne[0] + unit - 1) // unit
-        n_panels, n_cols = (src0_ne[1] + 15) // 16, dst_ne[1]
+        n_panels, begin, n_cols, parts = (src0_ne[1] + 15) // 16, 0, dst_ne[1], nth
+        if own_columns and dst_ne[2] * dst_ne[3] == 1 and dst_ne[1] >= OWN_COLUMNS * (nth - 1):
+            begin, n_cols, parts = dst_ne[1] * ith // nth, dst_ne[1] * (ith + 1) // nth, 1
         r2, r3 = src1_ne[2] // src0_ne[2], src1_ne[3] // src0_ne[3]
         slice_n = kb if kb < n_units else n_units
         slot = slice_n * u_nbytes
         group, chunk = share(
-            n_panels, src0_ne[2] * src0_ne[3], n_cols, slice_n * (nbytes if in_place else u_nbytes), columns, nth
-        )
-        n_groups, n_chunks = (n_panels + group - 1) // group, (n_cols + chunk - 1) // chunk
+            n_panels, src0_ne[2] * src0_ne[3], n_cols - begin, slice_n * (nbytes if in_place else u_nbytes), columns,
+            parts,
+        )  # fmt: skip
+        n_groups, n_chunks = (n_panels + group - 1) // group, (n_cols - begin + chunk - 1) // chunk
         total = n_groups * n_chunks * src0_ne[2] * src0_ne[3]
         slots = ((slot if slot > SCRATCH else SCRATCH) + 63) // 64 * 64 if u_nbytes else 0
         base = 64 + memory.load_i64(work, 8) + ith * (slots + (slice_n * packed_nbytes + 63) // 64 * 64)
         scratch = base + slots
-        number, start, end = next_chunk(work, -1, 0, 0, 1, total, nth)
+        number, start, end = next_chunk(work, -1, 0, 0, 1, total, parts)
         while start < total:
             for at in range(start, end):
-                g, c0 = at % n_groups, at // n_groups % n_chunks * chunk
+                g, c0 = at % n_groups, begin + at // n_groups % n_chunks * chunk
                 matrix = at // (n_groups * n_chunks)
                 i02, i03 = matrix % src0_ne[2], matrix // src0_ne[2]
                 first = g * group
@@ -469,7 +483,7 @@ def many_kernel(type_name, packed, records=1):
                                     w, y + c // per_row * src1_nb[1], src1_nb[1], out + c * dst_nb[1] + 64 * p,
                                     dst_nb[1], m * n_scale, src0_ne[1] - 16 * p, c1 - c, 1 if k0 else 0,
                                 )  # fmt: skip
-            number, start, end = next_chunk(work, number, start, end, 1, total, nth)
+            number, start, end = next_chunk(work, number, start, end, 1, total, parts)
 
     return mul_mat_many
 
