@@ -84,6 +84,8 @@ class Context:
     """
 
     def __init__(self, mem_size: int, mem_buffer: Any = None, no_alloc: bool = False, prec: int = 0) -> None:
+        if not isinstance(prec, int):
+            raise TypeError(f"Context: prec must be an int, got {prec!r}")
         if mem_size < 0:
             raise ValueError(f"Context: mem_size must not be negative, got {mem_size}")
         if mem_buffer is None:

@@ -278,8 +278,12 @@ def test_precision_f32_is_that_of_the_weights():
         assert np.array_equal(precise.logits(ids)[-1], got[-1])
     with load("llama-q.Q4_1", prec="f32", n_ubatch=1) as precise:
         assert np.array_equal(precise.logits(ids), got)
-    with pytest.raises(ValueError, match=r"^DecodeContext: prec must be one of \['default', 'f32'\], got 'f16'$"):
-        load("llama-q.Q4_1", prec="f16")
+    for prec in ("f16", 10, ["f32"], None):
+        with pytest.raises(ValueError) as raised:
+            load("llama-q.Q4_1", prec=prec)
+        assert str(raised.value) == f"LLM: prec must be one of ['default', 'f32'], got {prec!r}"
+    with pytest.raises(TypeError, match=r"^Context: prec must be an int, got 'f32'$"):
+        gg.Context(100, prec="f32")
 
 
 @pytest.mark.parametrize("kv_type", [gg.F32, "f32", "F32"])

@@ -42,6 +42,16 @@ PRECISIONS = {"default": 0, "f32": PREC_F32}  # words of the products that the a
 GRAPH_SIZE = 8192
 
 
+def check_precision(where: str, prec: str) -> None:
+    """Check that a name of `PRECISIONS` is given.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(prec, str) or prec not in PRECISIONS:
+        raise ValueError(f"{where}: prec must be one of {list(PRECISIONS)}, got {prec!r}")
+
+
 _DROPPED = ("cache", "allocator", "scratch", "scheduler")  # attributes of a context that is not closed
 
 
@@ -262,8 +272,7 @@ class DecodeContext:
                 f"DecodeContext: n_ctx, n_ubatch and n_threads must be positive, "
                 f"got {n_ctx}, {n_ubatch} and {n_threads}"
             )
-        if prec not in PRECISIONS:
-            raise ValueError(f"DecodeContext: prec must be one of {list(PRECISIONS)}, got {prec!r}")
+        check_precision("DecodeContext", prec)
         self.model, self.n_threads, self.n_ubatch, self.n_ctx, self.prec = model, n_threads, n_ubatch, n_ctx, prec
         self.cache = self._new_cache(kv_type)
         self.allocator = (_UnbackedAllocator if model.no_alloc else _Allocator)(host_buffer_type())

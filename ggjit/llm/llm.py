@@ -27,7 +27,7 @@ from ggjit.backend import devices as all_devices
 from ggjit.jit import soon
 from ggjit.llm import choice, inputs
 from ggjit.llm.batch import Batch, NextToken, token_ids
-from ggjit.llm.context import N_UBATCH, DecodeContext
+from ggjit.llm.context import N_UBATCH, DecodeContext, check_precision
 from ggjit.llm.kv_cache import cache_type
 from ggjit.llm.model import Model
 from ggjit.llm.sampling import Sampler
@@ -93,6 +93,7 @@ class LLM:
         check_kinds("LLM", Integral, "a whole number", n_ubatch=n_ubatch)
         check_kinds("LLM", (Integral, NoneType), "a whole number", n_ctx=n_ctx, n_threads=n_threads)
         kv_type = cache_type("LLM", kv_type)
+        check_precision("LLM", prec)
         soon(inputs.take, inputs.fill, choice.choose)  # what every token needs beside the graph
         n = default_threads() if n_threads is None else n_threads
         others = all_devices()[:-1] if devices is None else devices
