@@ -73,7 +73,7 @@ def reference() -> Path:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile what the big tests need before any of them starts a thread: then all CPUs compile.
 
-    Tests leave CPUs idle, so half of it waits for that time if all tests run, with what they need beside it.
+    Tests leave CPUs idle, so in the quick run of all half of it waits for that time, with what they need beside it.
     """
     collected = {Path(item.path).name for item in session.items}
     kernels: list[Kernel] = []
@@ -89,7 +89,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         panels = sys.modules["test_panels"]
         types = panels.TYPES if full else panels.QUICK_TYPES
         kernels += warm.product_kernels(types, {v[:2] for v in panels.VARIANTS})
-    if not collected >= TESTS_OF_MODELS_AND_PRODUCTS:
+    if full or not collected >= TESTS_OF_MODELS_AND_PRODUCTS:
         warm.compile_together(kernels)
         return
     kernels = [*dict.fromkeys(kernels)]
