@@ -103,7 +103,7 @@ class Gemma3:
         is_local = il % PATTERN != PATTERN - 1
         rope = self.rope_local if is_local else self.rope
         q = heads(linear(cur, layer.wq), hp.head_dim, hp.n_head(il))
-        k = heads(linear(cur, layer.wk, prec=PREC_F32), hp.head_dim, hp.n_head_kv(il))
+        k = heads(linear(cur, layer.wk), hp.head_dim, hp.n_head_kv(il))
         v = g.name(heads(linear(cur, layer.wv, prec=PREC_F32), hp.head_dim_v, hp.n_head_kv(il)), "Vcur", il)
         g.compute_first(il, q, k, v)
         q = g.name(rope.apply(rms_norm(q, layer.q_norm, hp.eps), g.pos), "Qcur", il)
