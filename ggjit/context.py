@@ -77,6 +77,7 @@ class Context:
         prec: precision word of the products made in it whose builder is given none.
 
     Raises:
+        TypeError: `prec` is no int.
         ValueError: `mem_size` is negative, or `mem_buffer` is too small, not writable or not aligned.
         MemoryError: there is not as much memory.
 

@@ -281,12 +281,12 @@ def _assign_where_written(a: Assignments, t: Tensor, writers: Mapping[Tensor, li
     """
     if all(w not in a.ids or a.reads(a.ids[t], w) for w in written_by(t)):
         return
-    group, todo = dict.fromkeys([t]), [t]
-    while todo:
-        for w in written_by(todo.pop()):
+    group, pending = dict.fromkeys([t]), [t]
+    while pending:
+        for w in written_by(pending.pop()):
             new = [g for g in (w, *writers[w]) if a.memory(w) is None and g not in group]
             group.update(dict.fromkeys(new))
-            todo += new
+            pending += new
     fixed = [m for g in group for w in written_by(g) if (m := a.memory(w)) is not None]
     able = [
         i

@@ -18,7 +18,6 @@ from ggjit.tensor import Tensor
 
 THREADS = (1, 2, 3)
 TOGETHER = 512
-PAD = 256  # cells of a cache
 
 
 def kernels_of(result: Tensor, threads: Sequence[int] = THREADS) -> list[Kernel]:
@@ -65,6 +64,7 @@ def model_kernels(
 ) -> list[Kernel]:
     """The kernels of a model's graphs for these numbers of tokens, with all logits and with the last alone."""
     from ggjit.llm.context import DecodeContext, DecodeGraph
+    from ggjit.llm.kv_cache import PAD
     from ggjit.llm.model import Model
 
     found: list[Kernel] = []

@@ -89,8 +89,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prec: int | None = None) -> Tensor:
     """W x + b: [n_in, n] -> [n_out, n].
 
-    Keys, values and logits have prec F32 (see `ggjit.ops.mul_mat`): they carry half of the noise of activations of 8
-    bits, but few of a prompt's multiplications, and a token's work is reading weights.
+    Keys (but those of gemma3, which are normalised), values and logits have prec F32 (see `ggjit.ops.mul_mat`): they
+    carry half of the noise of activations of 8 bits, but few of a prompt's multiplications, and a token's work is
+    reading weights.
     """
     y = ops.mul_mat(weight, x, prec=prec)
     return y if bias is None else ops.add(y, bias)
