@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import importlib
 import inspect
 import struct
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ggjit import kernel_cache, object_code, progress
+from ggjit import garbage, kernel_cache, object_code, progress
 from ggjit.cpu import cpu_level
 
 if TYPE_CHECKING:
@@ -448,21 +447,19 @@ def _compile_fresh(fresh: list[Compiled]) -> dict[str, bytes]:
         objects[fresh[i].entry] = _compile(fresh[i])
 
     n_processes = parallel_compile.processes(len(fresh)) if kernel_cache.folder() is not None else 1
-    limits = gc.get_threshold()
-    gc.set_threshold(_GC_THRESHOLD)  # Numba makes many objects, of which few are garbage
     try:
-        if n_processes > 1:
-            numba_entry.prepare()
-            parallel_compile.run(len(fresh), n_processes, compile_one, shown.step)
-            for c in fresh:  # what the children did is on disk
-                objects.setdefault(c.entry, kernel_cache.load(c.key) or b"")
-        for i, c in enumerate(fresh):
-            if not objects.get(c.entry):
-                compile_one(i)
-                shown.step()
+        with garbage.put_off():  # Numba makes many objects, of which few are garbage
+            if n_processes > 1:
+                numba_entry.prepare()
+                parallel_compile.run(len(fresh), n_processes, compile_one, shown.step)
+                for c in fresh:  # what the children did is on disk
+                    objects.setdefault(c.entry, kernel_cache.load(c.key) or b"")
+            for i, c in enumerate(fresh):
+                if not objects.get(c.entry):
+                    compile_one(i)
+                    shown.step()
     finally:
         shown.close()
-        gc.set_threshold(*limits)
     kernel_cache.trim()
     return objects
 
@@ -472,7 +469,6 @@ def compile_seconds() -> float:
     return sum(_seconds)
 
 
-_GC_THRESHOLD = 100_000
 _soon: list[Compiled] = []
 _seconds: list[float] = []
 _linked: dict[str, int] = {}  # key -> address: the same kernel made twice is linked once

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit import ops, types
+from ggjit import garbage, ops, types
 from ggjit.alloc import GraphAllocator
 from ggjit.arguments import check_kinds
 from ggjit.backend import Buffer, BufferType, host_buffer_type, new_buffer
@@ -372,11 +372,15 @@ class DecodeContext:
         key = n_tokens, n_kv, n_outputs
         if key != self._latest:
             found = self._graphs.pop(key, None)
-            self._graphs[key] = found or DecodeGraph(self, *key).prepare(self)  # the last that will be dropped
+            self._graphs[key] = found or self._new_graph(*key)  # the last that will be dropped
             self._latest = key
             while len(self._graphs) > MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
         return self._graphs[key]
+
+    @garbage.put_off()
+    def _new_graph(self, n_tokens: int, n_kv: int, n_outputs: int) -> DecodeGraph:
+        return DecodeGraph(self, n_tokens, n_kv, n_outputs).prepare(self)
 
     def decode(
         self, batch: Batch, callback: Callable[[Tensor], bool] | None = None, copy: bool = True

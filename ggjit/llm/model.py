@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from ggjit import models
+from ggjit import garbage, models
 from ggjit.backend import Device, new_buffer
 from ggjit.counts import counted
 from ggjit.gguf import GgufFile
@@ -51,6 +51,7 @@ class Model:
         ValueError: an argument that places layers is no good.
     """
 
+    @garbage.put_off()
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Protocol
 
+from ggjit import garbage
 from ggjit.arguments import check_kinds
 from ggjit.counts import counted
 from ggjit.gguf import GgufFile
@@ -81,6 +82,7 @@ class Tokenizer:
         return f"{type(self).__name__}({counted(self.n_vocab, 'token')})"
 
     @staticmethod
+    @garbage.put_off()
     def from_gguf(file: GgufFile) -> Tokenizer:
         """The tokenizer that a file describes.
 
