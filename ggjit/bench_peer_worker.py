@@ -78,8 +78,6 @@ class Ggjit(Engine):
     """ggjit itself."""
 
     def __init__(self) -> None:
-        import llvmlite.binding  # noqa: F401  (what loading needs: imports are not its memory)
-
         import ggjit.llm
         import ggjit.lower
         import ggjit.ops

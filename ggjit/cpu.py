@@ -85,9 +85,42 @@ def _arm_features() -> set[str]:
     return {name for name, (key, _) in _ARM.items() if cores and all(key in core for core in cores)}
 
 
+_TELLING = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")  # lines of a CPU in /proc/cpuinfo
+
+
+def _appearance() -> bytes | None:
+    """What Linux tells about an x86-64 CPU, quickly read; None where it does not."""
+    try:
+        with open("/proc/cpuinfo", "rb") as file:
+            first = file.read(8192).partition(b"\n\n")[0].decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    lines = [line for line in first.splitlines() if line.partition(":")[0].strip() in _TELLING]
+    return "\n".join(lines).encode() if len(lines) == len(_TELLING) else None
+
+
 @functools.cache
 def _host() -> tuple[str, tuple[str, ...]]:
-    """LLVM's name of this machine's CPU and the features it has, sorted."""
+    """LLVM's name of this machine's CPU and the features it has, sorted.
+
+    Remembered beside the kernels for CPUs that look the same, so that a start without compiling needs no LLVM.
+    """
+    from ggjit import kernel_cache
+
+    appearance = _appearance()
+    if appearance is None:
+        return _host_by_llvm()
+    key = kernel_cache.host_key(appearance)
+    known = kernel_cache.load(key, kernel_cache.CPU)
+    if known is None:
+        name, features = _host_by_llvm()
+        kernel_cache.store(key, "\n".join((name, *features)).encode(), kernel_cache.CPU)
+        return name, features
+    name, *rest = known.decode().split("\n")
+    return name, tuple(rest)
+
+
+def _host_by_llvm() -> tuple[str, tuple[str, ...]]:
     import llvmlite.binding as llvm
 
     try:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ggjit import garbage, kernel_cache, object_code, progress
+from ggjit import garbage, kernel_cache, linking, object_code, progress
 from ggjit.cpu import cpu_level
 
 if TYPE_CHECKING:
@@ -429,7 +429,7 @@ def compile_all(compiled: Iterable[Compiled]) -> list[int]:
             objects.update(_compile_fresh(fresh))
             _seconds.append(time.perf_counter() - start)
         if objects:
-            addresses = object_code.link(objects)
+            addresses = linking.link(objects)
             _linked.update((missing[entry].key, address) for entry, address in addresses.items())
         for c in every:
             c._address = c._address or _linked[c.key]

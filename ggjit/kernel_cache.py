@@ -7,7 +7,8 @@ dates. Computing a key does not import Numba.
 
 The folder is GGJIT_CACHE_DIR, else the user's cache directory; when neither can be written, a private folder in the
 temporary directory, else none. Files are written whole and renamed, so that processes may share the folder. Each ends
-in a checksum: a damaged file is compiled again. The oldest go first when the files exceed a limit.
+in a checksum: a damaged file is compiled again. The oldest go first when the files exceed a limit. What LLVM told about
+the CPU is there too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import stat
 import sys
@@ -28,6 +30,7 @@ from typing import Any
 
 from ggjit import cpu
 
+CPU = ".cpu"  # suffix of what is remembered of CPUs
 LIMIT = 1 << 30  # bytes of all files together
 _MAGIC = b"ggjit-object-1\n"
 _PACKAGE = Path(__file__).resolve().parent
@@ -86,6 +89,12 @@ def _version(package: str) -> str:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None
     return file_hash(str(Path(spec.origin).with_name("_version.py")))
+
+
+def host_key(appearance: bytes) -> str:
+    """Return the key under which a CPU is remembered that has this appearance."""
+    made_of = _version("llvmlite"), file_hash(str(_PACKAGE / "cpu.py")), platform.release(), appearance
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]
 
 
 @functools.cache
@@ -323,10 +332,10 @@ def _readable() -> Iterator[Path]:
         yield written
 
 
-def load(key: str) -> bytes | None:
-    """Return the object code stored under a key; None if there is none, or it is damaged."""
+def load(key: str, suffix: str = ".o") -> bytes | None:
+    """Return the object code (or what else) stored under a key; None if there is none, or it is damaged."""
     for place in _readable():
-        path = place / f"{key}.o"
+        path = place / f"{key}{suffix}"
         try:
             data = path.read_bytes()
         except OSError:
@@ -339,8 +348,8 @@ def load(key: str) -> bytes | None:
     return None
 
 
-def store(key: str, code: bytes) -> None:
-    """Store object code under a key; failing to write (a full disk) is no error."""
+def store(key: str, code: bytes, suffix: str = ".o") -> None:
+    """Store object code (or what else) under a key; failing to write (a full disk) is no error."""
     place = folder()
     if place is None:
         return
@@ -351,7 +360,7 @@ def store(key: str, code: bytes) -> None:
         handle, temporary = tempfile.mkstemp(prefix=f"{key}.", suffix=".tmp", dir=place)
         with os.fdopen(handle, "wb") as f:
             f.write(_MAGIC + code + hashlib.sha256(key.encode() + code).digest())
-        os.replace(temporary, place / f"{key}.o")
+        os.replace(temporary, place / f"{key}{suffix}")
     except OSError:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -369,7 +378,7 @@ def trim(limit: int = LIMIT) -> None:
             status = path.stat()
         except OSError:
             continue  # another process removed it
-        if path.suffix in (".o", ".tmp"):
+        if path.suffix in (".o", CPU, ".tmp"):
             files.append((status.st_mtime, status.st_size, path))
     total = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):
