@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--threads", type=one, metavar="T", help="threads (as many as `ggjit info` says)")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
     parser.add_argument(
-        "--prec", choices=("default", "f32"), default="f32",
-        help="f32: of the weights alone, with activations of 16 bits; default: with those of `ggjit run` (f32)",
+        "--prec", choices=("default", "f32"), default="default",
+        help="f32: of the weights alone, with activations of 16 bits, as to compare quantizations (as `ggjit run`)",
     )  # fmt: skip
     parser.add_argument("--no-repack", dest="repack", action="store_false", help="compute from the mapped file")
 
