@@ -10,6 +10,7 @@ run again and again.
 
 from __future__ import annotations
 
+import threading
 import time
 
 from ggjit.program import Program
@@ -29,14 +30,16 @@ PAUSE_NS = 20_000_000  # that ends a row
 
 
 class Adaptive:
-    """One program, run many times.
+    """One program, run many times. Runs of several Python threads at once are not judged: they wait for each other.
 
     Args:
         program: to run; the same work each time.
+        fixed: all threads at every run: something in it may look at their number.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, fixed: bool = False) -> None:
+        self.program, self.fixed = program, fixed
+        self._judging = threading.Lock()
         self.is_alone = False  # the way that is kept
         self._until = 0  # time until which it is kept, if other processes take CPUs or one thread is faster
         self._period = PERIOD_NS[0]
@@ -51,8 +54,14 @@ class Adaptive:
     def run(self, pool: Pool) -> tuple[int, int] | None:
         """Run the whole program; see `Pool.execute`."""
         job = self.program.job
-        if pool.n_threads == 1:
+        if pool.n_threads == 1 or self.fixed or not self._judging.acquire(blocking=False):
             return pool.execute(*job)
+        try:
+            return self._run(pool, job)
+        finally:
+            self._judging.release()
+
+    def _run(self, pool: Pool, job: tuple[int, int, int, int]) -> tuple[int, int] | None:
         start = time.perf_counter_ns()
         self._n_in_a_row = self._n_in_a_row + 1 if start - self._end < PAUSE_NS else 0
         if self.is_alone if self._turns == 0 else len(self._shared) == self._turns:

@@ -74,19 +74,21 @@ class Context:
         mem_buffer: uint8 memory to use instead of an own block; it must be writable, hold `mem_size` bytes and lie at
             a multiple of 16.
         no_alloc: put headers only; data comes from a buffer later (or from `Tensor.set`).
-        prec: precision word of the products made in it whose builder is given none.
+        prec: 0, or 10 for GGML_PREC_F32: of the products made in it whose builder is given none.
 
     Raises:
-        TypeError: `prec` is no int.
-        ValueError: `mem_size` is negative, or `mem_buffer` is too small, not writable or not aligned.
+        TypeError: `prec` is no whole number.
+        ValueError: `prec` is neither, `mem_size` is negative, or `mem_buffer` is too small, read-only or not aligned.
         MemoryError: there is not as much memory.
 
     Source: ggml_init.
     """
 
     def __init__(self, mem_size: int, mem_buffer: Any = None, no_alloc: bool = False, prec: int = 0) -> None:
-        if not isinstance(prec, int):
-            raise TypeError(f"Context: prec must be an int, got {prec!r}")
+        if not hasattr(prec, "__index__") or isinstance(prec, bool):
+            raise TypeError(f"Context: prec must be a whole number, got {prec!r}")
+        if prec not in (0, 10):  # GGML_PREC_DEFAULT, GGML_PREC_F32
+            raise ValueError(f"Context: prec must be 0 or 10, got {prec}")
         if mem_size < 0:
             raise ValueError(f"Context: mem_size must not be negative, got {mem_size}")
         if mem_buffer is None:
@@ -104,7 +106,7 @@ class Context:
             array = array[:mem_size]
         self.array = array
         self.mem_buffer_owned = mem_buffer is None
-        self.no_alloc, self.prec = no_alloc, prec
+        self.no_alloc, self.prec = no_alloc, int(prec)
         self.mem_size = int(mem_size)
         self._open(array)
 

@@ -207,9 +207,11 @@ class Kernel(Compiled):
         streams: bool = False,
         by_rows: ByRows | None = None,
         own_scratch: bool = False,
+        counts_threads: bool = False,
     ) -> None:
         super().__init__(function)
         self.uses_counter, self.streams, self.by_rows, self.own_scratch = counter, streams, by_rows, own_scratch
+        self.counts_threads = counts_threads
         self.kind = "streaming kernel" if streams else "kernel"
         names = list(inspect.signature(function).parameters)
         self.n_src = (len(names) - 7) // 3
@@ -326,7 +328,12 @@ def intrinsic(function: Callable[..., Any]) -> Intrinsic:
 def kernel(function: Callable[..., Any]) -> Kernel: ...
 @overload
 def kernel(
-    *, counter: bool = False, streams: bool = False, by_rows: ByRows | None = None, own_scratch: bool = False
+    *,
+    counter: bool = False,
+    streams: bool = False,
+    by_rows: ByRows | None = None,
+    own_scratch: bool = False,
+    counts_threads: bool = False,
 ) -> Callable[[Callable[..., Any]], Kernel]: ...
 def kernel(
     function: Callable[..., Any] | None = None,
@@ -335,6 +342,7 @@ def kernel(
     streams: bool = False,
     by_rows: ByRows | None = None,
     own_scratch: bool = False,
+    counts_threads: bool = False,
 ) -> Any:
     """Make a kernel of a function with the fixed signature (see Kernel).
 
@@ -347,10 +355,13 @@ def kernel(
     `@kernel(counter=True, own_scratch=True)` for one whose scratch begins as many bytes behind the counter's line as
     the int64 in work[8:16] says, and whose thread ith uses the ith of its nth equal parts alone: nor need they meet
     between such steps that have as much scratch.
+    `@kernel(counts_threads=True)` for one whose result may depend on nth: a program with it always runs with as many
+    threads as it was made for. Of all others the results must be the same for any number.
     """
+    options = counter, streams, by_rows, own_scratch, counts_threads
     if function is not None:
-        return Kernel(function, counter, streams, by_rows, own_scratch)
-    return lambda f: Kernel(f, counter, streams, by_rows, own_scratch)
+        return Kernel(function, *options)
+    return lambda f: Kernel(f, *options)
 
 
 def words(function: Callable[..., Any]) -> Words:

@@ -315,7 +315,7 @@ class Executable:
         self.program = Program(rows)
         self.memories = readable.memories(graph)
         self._writers: readable.Writers | None = None
-        self._adaptive = Adaptive(self.program)
+        self._adaptive = Adaptive(self.program, any(k.counts_threads for k in kernels))
         self._pool: Pool | None = None
         self._ran: object = None  # the state of what is readable after the last run
         self._addresses = [t.data for t in [*graph.leafs, *graph.nodes]]
@@ -344,7 +344,7 @@ class Executable:
             RuntimeError: a kernel failed otherwise.
         """
         pool = self._pool
-        if pool is None:
+        if pool is None or pool.closed:
             from ggjit.threadpool import get_pool
 
             pool = self._pool = get_pool(self.n_threads)

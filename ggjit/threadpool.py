@@ -187,12 +187,27 @@ class Pool:
         """Stop the running program at its next barrier; for other threads. Nothing happens if none runs."""
         self._words[ABORT // 8] = 1
 
+    @property
+    def closed(self) -> bool:
+        """Has `close` been called?"""
+        return self._job is _closed
+
     def close(self) -> None:
-        """End the workers; the pool cannot be used afterwards."""
+        """End the workers; the pool cannot be used afterwards, and `get_pool` makes another one."""
+        with _pools_lock:
+            if _pools.get(self.n_threads) is self:
+                del _pools[self.n_threads]
         with self._busy:
+            if self.closed:
+                return
             self._job(self._state, 0, 0, _STOP, 0)
+            self._job, self._clocks = _closed, []
             for thread in self._threads:
                 thread.join()
+
+
+def _closed(*job: int) -> int:
+    raise RuntimeError("Pool: the pool must be open to run a program, got a closed one")
 
 
 _pools: dict[int, Pool] = {}

@@ -211,7 +211,7 @@ def make_custom(function: Callable[..., Any], n_src: int, n_tasks: int) -> Kerne
     )
     scope: dict[str, Any] = {"call": compiled, "limit": limit}
     exec(text, scope)
-    made: Kernel = kernel(scope["custom_function"])
+    made: Kernel = kernel(counts_threads=True)(scope["custom_function"])  # it may keep something for each of them
     return made
 
 

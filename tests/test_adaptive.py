@@ -1,11 +1,16 @@
 """Which way a program runs when other processes take the CPUs; times are given by the test."""
 
+import threading
 import time
 
+import numpy as np
 import pytest
 
+import ggjit as gg
 from ggjit import adaptive
 from ggjit.adaptive import Adaptive
+from ggjit.lower import lower
+from ggjit.ops.lib import memory
 
 
 class Machine:
@@ -114,3 +119,67 @@ def test_short_runs_and_one_thread_are_not_judged(machine):
     assert machine.runs(Adaptive(machine), 20) == "s" * 20
     machine.n_threads, machine.shared = 1, 12e6
     assert machine.runs(Adaptive(machine), 20) == "s" * 20
+
+
+def test_runs_of_several_threads_at_once_are_not_judged(machine):
+    """What they take is waiting for each other; and the state is that of one comparison."""
+    program = Adaptive(machine)
+    machine.shared, machine.busy = 12e6, 0.6
+    execute, inner = machine.execute, []
+
+    def and_another(*job, alone=False):
+        if not inner:
+            inner.append(True)
+            before = {k: v if not isinstance(v, list) else list(v) for k, v in vars(program).items()}
+            program.run(machine)  # as a second thread does while the first one is inside
+            assert before == vars(program)
+            inner.clear()
+        execute(*job, alone=alone)
+
+    machine.execute = and_another
+    for _ in range(200):
+        program.run(machine)
+    assert len(program._shared) <= adaptive.TURNS and len(program._alone) <= adaptive.TURNS
+    assert "a" in machine.ways
+
+
+def test_many_threads_compute_one_graph():
+    with gg.Context(4 << 20):
+        x = gg.from_numpy(np.ones((64, 512), np.float32))
+        y = x
+        for _ in range(8):
+            y = gg.rms_norm(gg.scale(y, 1.1), 1e-5)
+        executable = lower(gg.build(y), 2)
+    errors = []
+
+    def compute():
+        try:
+            for _ in range(300):
+                executable.run()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=compute) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert errors == [] and len(executable._adaptive._shared) <= adaptive.TURNS
+
+
+def test_a_function_of_the_users_sees_the_same_number_of_threads_at_every_run():
+    """It may keep a sum for each of them, as with ggml."""
+
+    def sums(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, ith, nth):
+        s = np.float32(0)
+        for r in range(src0_ne[1] * ith // nth, src0_ne[1] * (ith + 1) // nth):
+            s += memory.load_f32(src0, r * src0_nb[1])
+        memory.store_f32(dst, 4 * ith, s)
+
+    with gg.Context(4 << 20):
+        x = gg.from_numpy(np.ones((64, 128), np.float32))
+        y = gg.custom_4d(gg.F32, 2, 1, 1, 1, [x], sums, 2)
+        executable = lower(gg.build(y), 2)
+    executable._adaptive.is_alone = True  # as where the other thread does not help
+    executable.run()
+    assert y.numpy().ravel().tolist() == [32, 32]

@@ -12,9 +12,7 @@ import pytest
 
 from ggjit import cpu, elf, kernel_cache, linking, object_code
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or cpu.cpu_level() == "neon", reason="other system"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux" or cpu.cpu_level() == "neon", reason="other system")
 
 MODULE = """target triple = "x86_64-unknown-linux-gnu"
 @table = internal constant [4 x i64] [i64 3, i64 5, i64 {third}, i64 11], align 32

@@ -282,7 +282,13 @@ def test_precision_f32_is_that_of_the_weights():
         with pytest.raises(ValueError) as raised:
             load("llama-q.Q4_1", prec=prec)
         assert str(raised.value) == f"LLM: prec must be one of ['default', 'f32'], got {prec!r}"
-    with pytest.raises(TypeError, match=r"^Context: prec must be an int, got 'f32'$"):
+    for prec in (-1, 5, 2**31):
+        with pytest.raises(ValueError, match=rf"^Context: prec must be 0 or 10, got {prec}$"):
+            gg.Context(1024, prec=prec)
+    assert gg.Context(1024, prec=np.int64(10)).prec == 10
+    with pytest.raises(TypeError, match=r"^Context: prec must be a whole number, got True$"):
+        gg.Context(1024, prec=True)
+    with pytest.raises(TypeError, match=r"^Context: prec must be a whole number, got 'f32'$"):
         gg.Context(100, prec="f32")
 
 

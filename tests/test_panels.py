@@ -250,6 +250,17 @@ def test_tiny_activations():
     assert np.abs(records[:, 32:].view(np.int8).astype(int)).max() <= 127
 
 
+@pytest.mark.parametrize(
+    ("largest", "records", "limit"), [(9e-37, 1, 1e-4), (3e-37, 1, 1e-3), (3e-34, 2, 1e-9), (3e-35, 2, 1e-7)]
+)
+def test_small_activations_have_their_scale(largest, records, limit):
+    """Where they would be multiplied by more than 2^127, codes are smaller and the scale is that of the codes."""
+    product = Product("Q8_0", 64, 16, 1, records=records)
+    product.y *= np.float32(largest) / np.abs(product.y).max()
+    want = product.y.astype(np.float64) @ product.values.swapaxes(1, 2)
+    assert error(product.run(1), want) < limit
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q8_1", "Q8_K"])
 def test_activations_already_int8(name):
     """ggml's own int8 forms become the records of their values."""

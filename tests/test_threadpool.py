@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_program import Build, mark, mix
 
+import ggjit as gg
 from ggjit import placement, shared_state, threadpool
 from ggjit.barriers import BARRIER
 from ggjit.jit import words
@@ -162,6 +163,22 @@ def test_close_ends_the_workers():
     assert np.array_equal(out, want)
     pool.close()
     assert not any(t.is_alive() for t in pool._threads)
+    pool.close()
+    with pytest.raises(RuntimeError, match=r"^Pool: the pool must be open to run a program, got a closed one$"):
+        program.run(pool)
+
+
+def test_a_graph_computes_after_its_pool_was_closed():
+    with gg.Context(1 << 20):
+        x = gg.from_numpy(np.arange(64, dtype=np.float32))
+        graph = gg.build(gg.scale(x, 2.0))
+    for _ in range(2):
+        graph.compute(n_threads=5)
+        get_pool(5).close()
+    assert get_pool(5) is get_pool(5) and not get_pool(5).closed
+    graph.compute(n_threads=5)
+    assert np.array_equal(graph.nodes[-1].numpy().ravel(), 2 * np.arange(64))
+    get_pool(5).close()
 
 
 FORK = """

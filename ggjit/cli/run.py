@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
     parser.add_argument(
         "--prec", choices=("default", "f32"), default="default",
-        help="f32: activations of 16 bits in all products, not 8; a prompt takes 1.5 times as long (default)",
+        help="f32: activations of 16 bits in all products but experts'; a prompt takes 1.5 times as long (default)",
     )  # fmt: skip
     parser.add_argument("--temp", type=float, default=0.8, help="temperature; 0 takes the best token (0.8)")
     parser.add_argument("--top-k", type=at_least(0), default=40, help="keep the K best tokens; 0 keeps all (40)")

@@ -106,7 +106,8 @@ def _quantize(e, values, outs):
     (top,), order = _folded(e, top_of, [largest])
     top = b.bitcast(top, f32s)
     factor = b.fdiv(const(127.0), top)
-    factor = b.select(b.fcmp_ordered(">", factor, const(LARGEST)), const(LARGEST), factor)
+    is_tiny = b.fcmp_ordered(">", factor, const(LARGEST))
+    factor = b.select(is_tiny, const(LARGEST), factor)
     lane_of = {run: lane for lane, run in enumerate(order)}
 
     def of_run(v, run):
@@ -128,7 +129,7 @@ def _quantize(e, values, outs):
     (rest, squares, *sums), _ = _folded(e, sums_of, [b.fadd, b.fadd, b.add, b.add])
     # d (1 + sum((u - q) q) / sum(q q)) of u = x / d and codes q: least squares, from small differences
     total = b.select(b.fcmp_ordered(">", squares, const(0.0)), squares, const(1.0))
-    d = b.fmul(top, const(1 / 127))
+    d = b.select(is_tiny, const(1 / LARGEST), b.fmul(top, const(1 / 127)))
     d = b.fadd(d, b.fmul(d, b.fdiv(rest, total)))
     _store_heads(e, d, sums, [outs[run] for run in order])
 

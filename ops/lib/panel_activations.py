@@ -12,7 +12,7 @@ act_q8: int8 per 32 along K, one cache line of 64 bytes for each 32:
 | 32..63 | codes rint(x 127 / m), int8 in -127..127, where m is the largest magnitude of the 32 values |
 
 Given the codes q, d = sum(x q) / sum(q q), which differs little from m / 127 and takes a thirty-second off the squared
-error. Values below 1e-38 count as 0.
+error. Values below 2^-128 count as 0.
 
 act_q16: two records for each 32, the second one of what the first leaves of the values: about 16 bits.
 
