@@ -7,7 +7,8 @@ own. A step is a row of four int64:
     entry     address of the kernel's C entry
     header    address of the tensor record that the kernel computes
     task      address of two int64: scratch memory and its size
-    flags     BARRIER: all threads meet after the step; COUNTER: the step shares work by the counter in its scratch
+    flags     BARRIER: all threads meet after the step; COUNTER: the step shares work by the counter in its scratch;
+              EACH: each thread computes the step whole; RECORDS: header is the address of a table, of each thread's
 
 Nothing of the user's graph is changed: records that are needed besides its own lie in contexts of the lowering. Scratch
 has two parts: derived tensors, placed by their lifetimes, and one work buffer that all steps use in turn; its first 64
@@ -26,13 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import readable
-from ggjit.barriers import COUNTER, set_barriers
+from ggjit.barriers import COUNTER, EACH, RECORDS, set_barriers
 from ggjit.context import WORK_BUFFER, Context, aligned_bytes, tensor_overhead
 from ggjit.fusion import Fused, Match
 from ggjit.op import COUNTER_LINE, NONE, PARAM_BYTES
+from ggjit.replicas import Replicas
 from ggjit.tensor import PARAMS_AT, Dims, Tensor, new_node
 from ggjit.tensor_values import memory_of
-from ggjit.types import Type
+from ggjit.types import I8, Type
 
 if TYPE_CHECKING:
     from ggjit.graph import Graph
@@ -92,6 +94,7 @@ class Lowering:
 
     Attributes:
         readers: the nodes that read a tensor.
+        replicas: the steps that each thread computes for itself; known when all are emitted.
     """
 
     def __init__(self, n_threads: int, nodes: Sequence[Tensor] = ()) -> None:
@@ -105,7 +108,8 @@ class Lowering:
         self._contexts: list[Context] = []
         self._scratch: dict[Tensor, _Scratch] = {}
         self._derived: dict[tuple[Any, ...], Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (fresh record, tensor whose data it writes)
+        self._copies: dict[Tensor, Tensor] = {}  # fresh record: tensor whose data it writes
+        self.replicas: Replicas
 
     # -- what ops call -----------------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class Lowering:
             record.data = dst.data
             data = dst.op_params if params is None else bytes(params) if isinstance(params, bytes) else _words(params)
             record.context.buffer[record.offset + PARAMS_AT : record.offset + PARAMS_AT + PARAM_BYTES] = data
-            self._copies.append((record, dst))
+            self._copies[record] = dst
         at = len(self.steps)
         for t in (dst, *record.src):
             if t is not None and t in self._scratch:
@@ -167,6 +171,24 @@ class Lowering:
         return tensor
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
+
+    def result_of(self, step: Step) -> Tensor:
+        """The tensor that a step computes: a node, or one of the lowering."""
+        return self._copies.get(step.record, step.record)
+
+    def is_scratch(self, t: Tensor) -> bool:
+        """Is a tensor one of the lowering?"""
+        return t in self._scratch
+
+    def block(self, nbytes: int, step: int) -> Tensor:
+        """Scratch for a step that is emitted already, and for the following ones that are told to `keep`."""
+        tensor = self.scratch(I8, (nbytes, 1, 1, 1), nbytes)
+        self._scratch[tensor].first = self._scratch[tensor].last = step
+        return tensor
+
+    def keep(self, t: Tensor, step: int) -> None:
+        """Let a block live until a step."""
+        self._scratch[t].last = step
 
     def lower_node(self, node: Tensor, fused: Fused | None = None) -> None:
         """Emit the steps of one node of the graph, or of a chain of nodes that ends in it."""
@@ -218,7 +240,7 @@ class Lowering:
         """Write addresses into the lowering's records."""
         for s in self._scratch.values():
             s.tensor.data = base + s.offset
-        for record, dst in self._copies:
+        for record, dst in self._copies.items():
             record.data = dst.data
 
 
@@ -295,15 +317,14 @@ class Executable:
         entries = dict(zip(kernels, compile_all(kernels), strict=True))
         rows = np.zeros((len(self.steps), 4), np.int64)
         for i, s in enumerate(self.steps):
-            rows[i] = (
-                entries[s.kernel],
-                s.record.address,
-                0,
-                COUNTER if s.kernel.uses_counter else 0,
-            )
+            rows[i] = entries[s.kernel], s.record.address, 0, COUNTER if s.kernel.uses_counter else 0
+        self.replicas = lowering.replicas
+        for i, table in self.replicas.tables(self.steps).items():
+            rows[i, 1] = table
+            rows[i, 3] |= RECORDS | (EACH if self.replicas.steps[i].result is not None else 0)
         self.rows: NDArray[np.int64] = rows
         place = self._work.ctypes.data, self._work.ctypes.data + self._work.nbytes
-        lines = set_barriers(self.steps, rows, place, n_threads)
+        lines = set_barriers(self.steps, rows, place, n_threads, self.replicas)
         self._counters = aligned_bytes(COUNTER_LINE * max(lines, default=0))
         own = self._counters.view(np.int64).reshape(-1, COUNTER_LINE // 8)  # each with the way to the scratch
         own[:, 1] = self._work.ctypes.data - self._counters.ctypes.data - COUNTER_LINE * np.arange(len(own))
@@ -455,4 +476,5 @@ def _lowering(graph: Graph, n_threads: int, fuse: bool | None = None) -> tuple[L
             lowering.lower_node(node)
         elif (fused := found[node]) is not None:
             lowering.lower_node(node, fused)
+    lowering.replicas = Replicas(lowering, graph.nodes)
     return lowering, [f.nodes for f in found.values() if f is not None]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ggjit import placement
 from ggjit import shared_state as shared
-from ggjit.barriers import BARRIER, COUNTER
+from ggjit.barriers import BARRIER, COUNTER, EACH, RECORDS
 from ggjit.jit import Words, jitted, words
 from ggjit.shared_state import (
     ABORT,
@@ -104,13 +104,24 @@ def note_failure(state, ith, row, status):  # type: ignore[no-untyped-def]
 
 
 @jitted
+def call(row, ith, nth):  # type: ignore[no-untyped-def]
+    """One thread's part of a row."""
+    header, flags = shared.load(row + 8), shared.load(row + 24)
+    if flags & RECORDS:
+        header = shared.load(header + 8 * ith)
+    if flags & EACH:
+        ith, nth = 0, 1
+    return shared.call_entry(shared.load(row), header, shared.load(row + 16), ith, nth)
+
+
+@jitted
 def run_rows(state, ith, job):  # type: ignore[no-untyped-def]
     """This thread's share of a job."""
     rows, nth, last = shared.load(state + ROWS), shared.load(state + THREADS), shared.load(state + LAST)
     times, end = shared.load(state + TIMES) if ith == 0 else 0, rows + _ROW * last
     for i in range(shared.load(state + FIRST), last):
         row = rows + _ROW * i
-        status = shared.call_entry(shared.load(row), shared.load(row + 8), shared.load(row + 16), ith, nth)
+        status = call(row, ith, nth)
         if status != 0:
             note_failure(state, ith, i, status)
         if times:
@@ -128,7 +139,7 @@ def run_alone(state):  # type: ignore[no-untyped-def]
     for i in range(shared.load(state + FIRST), last):
         row = rows + _ROW * i
         zero_counters(row, row + _ROW)
-        status = shared.call_entry(shared.load(row), shared.load(row + 8), shared.load(row + 16), 0, 1)
+        status = call(row, 0, 1)
         if status != 0:
             note_failure(state, 0, i, status)
         if shared.load(row + 24) & BARRIER and shared.load(state + FAILED) + shared.load_atomic(state + ABORT) != 0:
