@@ -10,7 +10,6 @@ from ggjit.backend import alloc_ctx_tensors
 from ggjit.backends.cpu import PANEL
 from ggjit.context import Context
 from ggjit.dev.cases import nmse
-from ggjit.dev.reference_ops import Unsupported, run_file
 from ggjit.graph import Graph
 
 MUL_MAT = ops_registry.by_name("mul_mat")
@@ -114,20 +113,6 @@ def test_s15_s17_batches_and_steps():
     left = a.numpy().astype(np.float64)[np.arange(4) // 2][:, [0, 0, 0]]
     want = np.einsum("wzmk,wznk->wznm", left, b.numpy().astype(np.float64))
     assert np.abs(compute(node, 2) - want).max() < 1e-5
-
-
-def test_cases_of_ggml(reference):
-    """All cases with weights of the types that are here, one and two threads."""
-    count = 0
-    for name, run in run_file(reference / "ops" / "mul_mat.npz", (1, 2)):
-        try:
-            differences = run()
-        except Unsupported as missing:
-            assert types.by_name(missing.name).quant is None, missing
-            continue
-        assert not differences, (name, [str(d) for d in differences])
-        count += 1
-    assert count >= 90
 
 
 @pytest.mark.parametrize(
