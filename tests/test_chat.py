@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from real_models import real_model
 
 pytest.importorskip("jinja2", reason="needs the extra llm")
 pytest.importorskip("tokenizers", reason="needs the extra llm")
@@ -39,10 +39,7 @@ def test_small_model():
 
 
 def test_smollm2(reference):
-    path = Path(os.environ.get("GGJIT_MODELS", "")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not path.is_file():
-        pytest.skip("GGJIT_MODELS names no folder that holds SmolLM2-135M-Instruct.Q4_1.gguf")
-    tokenizer = Tokenizer.from_gguf(GgufFile(path))
+    tokenizer = Tokenizer.from_gguf(GgufFile(real_model("SmolLM2-135M-Instruct.Q4_1.gguf")))
     facts = json.loads((reference / "models/real/smollm2-135m-instruct.json").read_text(encoding="utf-8"))
     assert len(facts["chats"]) >= 2
     for chat in facts["chats"]:

@@ -2,15 +2,14 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from real_models import real_model
 
 import ggjit as gg
 from ggjit.cli import main
-from ggjit.fetch import models_folder
 from ggjit.llm.perplexity import losses, perplexity, text_chunks
 
 MODEL = Path(__file__).parent / "data" / "models" / "llama-f16.gguf"
@@ -80,10 +79,7 @@ def test_command(tmp_path, capsys, llm):
 def test_real_models_as_llama_cpp(reference, name, kv_type):
     """Within half a percent of one of its two settings."""
     facts = json.loads((reference / "models" / "real" / f"{name}.json").read_text())
-    folders = [Path(f) for f in (os.environ.get("GGJIT_MODELS"), models_folder()) if f]
-    path = next((f / facts["file"] for f in folders if (f / facts["file"]).is_file()), None)
-    if path is None:
-        pytest.skip(f"{facts['file']} is not here; `ggjit pull` fetches SmolLM2, GGJIT_MODELS names a folder")
+    path = real_model(facts["file"])
     text, want = (reference / "models" / "real" / "alice.txt").read_text().removesuffix("\n"), facts["perplexity"]
     with gg.LLM(path, n_ctx=256, kv_type=kv_type, progress=False) as llm:
         estimates = list(perplexity(llm, text, want["n_ctx"]))

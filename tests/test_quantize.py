@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from real_models import real_model
 
 from ggjit import types
 from ggjit.cli import main
 from ggjit.dev.make_model import Shape, make_model
 from ggjit.errors import GgufError
-from ggjit.fetch import models_folder
 from ggjit.gguf import GgufFile, GgufWriter
 from ggjit.llm.imatrix_file import read_imatrix
 from ggjit.llm.quantize_mixes import MIXES, Choices, ModelFacts, TensorFacts, choose_types, find_mix
@@ -77,12 +77,8 @@ def test_types_as_llama_cpp(model):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    for folder in (os.environ.get("GGJIT_MODELS"), models_folder()):
-        if folder and (Path(folder) / SMOLLM2).is_file():
-            with GgufFile(Path(folder) / SMOLLM2) as file:
-                yield file
-            return
-    pytest.skip(f"{SMOLLM2} is not here; `ggjit pull smollm2` fetches it")
+    with GgufFile(real_model(SMOLLM2)) as file:
+        yield file
 
 
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if mix != "NVFP4"])

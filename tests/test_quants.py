@@ -136,15 +136,20 @@ def test_bytes_as_ggml(name, reference):
 WEIGHTED = [name for name in TYPES if types.by_name(name).quant.quantize_weighted is not None]
 
 
-@pytest.mark.parametrize("name", [n if n == "IQ2_S" else pytest.param(n, marks=pytest.mark.full) for n in WEIGHTED])
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        pytest.param(given, name, marks=[] if name == "IQ2_S" else pytest.mark.full)
+        for given in (True, False)
+        for name in WEIGHTED
+        if given or not types.by_name(name).quant.needs_imatrix
+    ],
+)
 def test_weighted_as_numpy(name, given):
     """The compiled search gives NumPy's bytes, by any number of threads."""
     quant, x = types.by_name(name).quant, random_values(3, 512)
     x[0, :256], x[1, 32:64], x[1, 100:300], x[2, 5] = 0, 1e-30, 1e-6, 1e4
     weights = np.random.default_rng(4).gamma(1.0, 1.0, 512).astype(np.float32) if given else None
-    if weights is None and quant.needs_imatrix:
-        pytest.skip("needs an importance matrix")
     want = quant.quantize(x, weights)
     for n_threads in (1, 3):
         assert np.array_equal(quantize_rows(quant.type, x, weights, n_threads), want)
@@ -199,7 +204,7 @@ def test_beside_libgguf(name):
     """Many rows by compiled code: the bytes of ggml's coders, or smaller errors."""
     libgguf, kind = pytest.importorskip("libgguf"), types.by_name(name)
     if kind.id not in libgguf._SUPPORTED_QUANTIZED_QTYPES:
-        pytest.skip("not there")
+        pytest.skip(f"libgguf has no {name}")
     rng = np.random.default_rng(11)
     x = (rng.standard_t(4, (16, 2048)) * np.exp(rng.standard_normal((16, 1)))).astype(np.float32)
     weights = rng.gamma(1.0, 1.0, 2048).astype(np.float32)

@@ -1,13 +1,12 @@
 """SmolLM2-135M-Instruct, where `ggjit pull smollm2` has fetched it (or GGJIT_MODELS names its folder)."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
+from real_models import real_model
 
 import ggjit as gg
-from ggjit.fetch import models_folder
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "The capital of France is"
@@ -18,10 +17,7 @@ CONTINUATION = (
 
 @pytest.fixture(scope="module")
 def path():
-    for folder in (os.environ.get("GGJIT_MODELS"), models_folder()):
-        if folder and (Path(folder) / NAME).is_file():
-            return Path(folder) / NAME
-    pytest.skip(f"{NAME} is not here; `ggjit pull smollm2` fetches it")
+    return real_model(NAME)
 
 
 def test_readme_s_prompt_is_continued(path):

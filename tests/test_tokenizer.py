@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import struct
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_bytes import ARRAY, STRING, entry, gguf
+from real_models import real_model
 
 from ggjit.errors import GgufError
 from ggjit.gguf import GgufFile, ValueType
@@ -95,10 +95,7 @@ def test_reference_vocabularies(reference):
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_models(reference, name):
-    folder = os.environ.get("GGJIT_MODELS")
-    if not folder or not (Path(folder) / REAL[name]).exists():
-        pytest.skip(f"GGJIT_MODELS names no folder that holds {REAL[name]}")
-    check(Tokenizer.from_gguf(GgufFile(Path(folder) / REAL[name])), read(reference / "models/real" / f"{name}.json"))
+    check(Tokenizer.from_gguf(GgufFile(real_model(REAL[name]))), read(reference / "models/real" / f"{name}.json"))
 
 
 def vocabulary(texts: list[str], kinds: list[int], scores: list[float] | None = None, **more: object) -> bytes:
