@@ -8,214 +8,28 @@ hardly. Before anything is timed, each peer's logits are compared with ours.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ggjit import bench_peer_worker
+from ggjit.bench_crew import LIMITS, OURS, Crew, Worker
 
 if TYPE_CHECKING:
     from ggjit.llm.context import DecodeContext
 
-__all__ = ["PEERS", "Check", "Plan", "Result", "Row", "bench", "compare", "find_peers", "kv_nbytes"]
+__all__ = ["Check", "Plan", "Result", "Row", "bench", "compare", "kv_nbytes"]
 
-PEERS = ("llama_cpp", "ik_llama_cpp")
-OURS, LIMITS = "ggjit", "limits"
 STEPS, PROMPT = 48, 8  # tokens of the comparison of logits: computed one by one, the first of them random
 DECIDED = 4 * 2**0.5  # a gap so many times the noise of one logit is decided: 4 times that of a difference
 LARGEST_NMSE = 0.02  # of logits between engines: beyond it they do not compute the same
-QUIET, SETTLE = 0.01, 3.0  # seconds: twice in which waiting processes must use no CPU, and most to wait for that
-_SOURCE = Path(bench_peer_worker.__file__)
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """CPU time that all threads of a process have had; None where the system does not tell."""
-    try:
-        times = [int((t / "schedstat").read_text().split()[0]) for t in Path(f"/proc/{pid}/task").iterdir()]
-    except (OSError, IndexError, ValueError):
-        return None
-    return sum(times) / 1e9 if times else None
-
-
-class Worker:
-    """An engine in a process of its own.
-
-    Args:
-        name: of the engine.
-        python: that runs it.
-
-    Attributes:
-        started: `time.perf_counter()` when the process was started.
-    """
-
-    def __init__(self, name: str, python: str) -> None:
-        self.name = name
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self.started = time.perf_counter()
-        # The source itself: the folder of a script would come first on its path, and is full of names like `types`.
-        self.process = subprocess.Popen(
-            [python, "-c", _SOURCE.read_text(), name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-        )  # fmt: skip
-
-    def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer.
-
-        Raises:
-            OSError: the process has ended, or the engine gives an error.
-        """
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            print(json.dumps({"do": do, **request}), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            raise OSError(f"bench peers: {self.name} must keep running, got the end of its process: {lines[-1:]}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise OSError(f"bench peers: {self.name} must do '{do}', got {answer['error']}")
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.close()
-            self.process.wait(10)
-        except (OSError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self._errors.close()
-
-
-class Crew:
-    """Workers that take turns.
-
-    Args:
-        pythons: by engine.
-
-    Attributes:
-        idle: for each engine the largest share of a CPU that it used while another computed.
-        is_idle_known: the system tells what waiting processes use.
-    """
-
-    def __init__(self, pythons: Mapping[str, str]) -> None:
-        self.idle: dict[str, float] = {}
-        self.is_idle_known = False
-        self.workers: dict[str, Worker] = {}
-        try:
-            for name, python in pythons.items():
-                self.workers[name] = Worker(name, python)
-        except OSError:
-            self.close()
-            raise
-
-    def ask(self, name: str, do: str, **request: Any) -> dict[str, Any]:
-        """Let one engine compute while the others wait."""
-        others = {n: w.process.pid for n, w in self.workers.items() if n != name}
-        before = self._settle(others)
-        start = time.perf_counter()
-        answer = self.workers[name].ask(do, **request)
-        wall = time.perf_counter() - start
-        for other, used in before.items():
-            now = cpu_seconds(others[other])
-            if now is not None and wall > 0.05:
-                self.is_idle_known = True
-                self.idle[other] = max(self.idle.get(other, 0.0), (now - used) / wall)
-        return answer
-
-    def _settle(self, pids: Mapping[str, int]) -> dict[str, float]:
-        """Wait until none of some processes uses CPU time; return what each has used so far.
-
-        OpenMP's threads spin some milliseconds behind each parallel region before they sleep.
-        """
-        end = time.perf_counter() + SETTLE
-        n_quiet = 0
-        while True:
-            before = {n: t for n, pid in pids.items() if (t := cpu_seconds(pid)) is not None}
-            if n_quiet == 2 or time.perf_counter() > end:
-                return before
-            time.sleep(QUIET if before else 10 * QUIET)
-            used = [(cpu_seconds(pids[n]) or t) - t for n, t in before.items()]
-            n_quiet = n_quiet + 1 if all(t < QUIET / 20 for t in used) else 0
-
-    def close(self) -> None:
-        """End all processes."""
-        for worker in self.workers.values():
-            worker.close()
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def find_peers(given: Iterable[str] = ()) -> dict[str, str]:
-    """The Python of each peer: those given as NAME=PYTHON, else this one where the package is installed.
-
-    Raises:
-        ValueError: an unknown name, or there is no peer at all.
-    """
-    found = {name: sys.executable for name in PEERS if importlib.util.find_spec(name) is not None}
-    for text in given:
-        name, _, python = text.partition("=")
-        if name not in PEERS or not python:
-            raise ValueError(f"bench peers: --peer must be NAME=PYTHON with {' or '.join(PEERS)}, got {text!r}")
-        found[name] = python
-    if not found:
-        raise ValueError(
-            f"bench peers: a peer must be installed here ({' or '.join(PEERS)}), got none; --peer NAME=PYTHON names "
-            "the Python of an environment that has one"
-        )
-    return {name: found[name] for name in PEERS if name in found}
-
-
-def check_options(peers: Mapping[str, str], options: Mapping[str, Mapping[str, float]]) -> None:
-    """Ask each peer whether its parameters have the fields that are to be set.
-
-    Raises:
-        ValueError: a name is that of no peer here, or a field is not there.
-    """
-    for name, fields in options.items():
-        if name not in (*peers, LIMITS):
-            raise ValueError(f"bench peers: --peer-option must name one of {', '.join((*peers, LIMITS))}, got {name!r}")
-        known = ["buffer_nbytes"] if name == LIMITS else _fields(name, peers[name])
-        for field_name in fields:
-            if field_name not in known:
-                raise ValueError(
-                    f"bench peers: --peer-option {name}.FIELD must be one of {', '.join(known)}, got {field_name!r}"
-                )
-
-
-def _fields(name: str, python: str) -> list[str]:
-    worker = Worker(name, python)
-    try:
-        found: list[str] = worker.ask("fields")["fields"]
-        return found
-    finally:
-        worker.close()
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------
@@ -403,7 +217,7 @@ def bench(plan: Plan, peers: Mapping[str, str], say: Callable[[str], None] = lam
     result = Result(plan)
     pythons = {OURS: sys.executable, **peers}
     say("kernels")
-    ids = _compiled(plan)
+    prepared = _prepare(plan)
     if plan.turns:
         say("start")
         result.rows += _starts(plan, pythons)
@@ -412,11 +226,11 @@ def bench(plan: Plan, peers: Mapping[str, str], say: Callable[[str], None] = lam
         for name in crew.workers:
             crew.ask(name, "load", **plan.load(name))
         say("logits")
-        result.checks = _checks(crew, plan, ids, list(peers))
-        for test in _tests(plan, ids):
+        result.checks = _checks(crew, prepared, list(peers))
+        for test, need in zip(prepared.tests, prepared.needs, strict=True):
             say(test.name)
-            result.rows.append(_measure(crew, plan, test))
-        peaks = {name: [_mib(crew.ask(name, "prefill", ids=ids[:1])["memory"])] for name in pythons}
+            result.rows.append(_measure(crew, plan, test, need))
+        peaks = {name: [_mib(crew.ask(name, "prefill", ids=prepared.ids[:1])["memory"])] for name in pythons}
         result.rows.append(Row("memory", plan.threads, "MiB", peaks))
         result.idle = dict(crew.idle) if crew.is_idle_known else None
     return result
@@ -451,30 +265,6 @@ def _order(names: list[str], turn: int) -> list[str]:
     return names[k:] + names[:k]
 
 
-def _compiled(plan: Plan) -> list[int]:
-    """Run everything once in a process of its own, whose compiler is no memory of the model; returns the tokens."""
-    with Crew({OURS: sys.executable}) as crew:
-        n_vocab = crew.ask(OURS, "load", **plan.load(OURS))["n_vocab"]
-        ids: list[int] = np.random.default_rng(0).integers(0, n_vocab, plan.n_ctx).tolist()
-        _checks(crew, plan, ids, ())
-        for test in _tests(plan, ids):
-            crew.ask(OURS, **test.request)
-    return ids
-
-
-def _checks(crew: Crew, plan: Plan, ids: list[int], peers: Sequence[str]) -> list[Check]:
-    """Logits after the prompts that are measured and after each of some tokens one by one, mostly a greedy text."""
-    steps = crew.ask(OURS, "greedy", ids=ids[:PROMPT], n=STEPS)["ids"]
-    prompts = [ids[:n] for n in plan.prompts]
-    found: dict[str, NDArray[np.float32]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in (OURS, *peers):
-            file = Path(folder) / name
-            crew.ask(name, "logits", prompts=prompts, steps=steps, file=str(file))
-            found[name] = np.fromfile(file, np.float32).reshape(len(prompts) + len(steps), -1)
-    return [compare(name, plan.threads, found[OURS], found[name]) for name in peers]
-
-
 class _Test(NamedTuple):
     """A measurement: `n` tokens are timed, and compared with a limit; `n_past` are in the cache, on average."""
 
@@ -483,6 +273,31 @@ class _Test(NamedTuple):
     limit: str
     n_past: int
     request: dict[str, Any]
+
+
+class _Prepared(NamedTuple):
+    """What all engines are asked for: `steps` are tokens of a greedy text, `needs` what a token of each test takes."""
+
+    plan: Plan
+    ids: list[int]
+    steps: list[int]
+    tests: list[_Test]
+    needs: list[float]
+
+
+def _prepare(plan: Plan) -> _Prepared:
+    """Run everything once, and count, in a process of its own: neither is memory that the model takes."""
+    with Crew({OURS: sys.executable}) as crew:
+        n_vocab = crew.ask(OURS, "load", **plan.load(OURS))["n_vocab"]
+        ids: list[int] = np.random.default_rng(0).integers(0, n_vocab, plan.n_ctx).tolist()
+        steps = crew.ask(OURS, "greedy", ids=ids[:PROMPT], n=STEPS)["ids"]
+        prepared = _Prepared(plan, ids, steps, _tests(plan, ids), [])
+        _checks(crew, prepared, ())
+        for test in prepared.tests:
+            crew.ask(OURS, **test.request)
+            cost = crew.ask(OURS, "cost", n_past=test.n_past, n=test.n)
+            prepared.needs.append(cost["flops"] / test.n if test.limit == "int8" else cost["weights"] + cost["kv"])
+    return prepared
 
 
 def _tests(plan: Plan, ids: list[int]) -> list[_Test]:
@@ -494,12 +309,23 @@ def _tests(plan: Plan, ids: list[int]) -> list[_Test]:
     return tests
 
 
-def _measure(crew: Crew, plan: Plan, test: _Test) -> Row:
+def _checks(crew: Crew, prepared: _Prepared, peers: Sequence[str]) -> list[Check]:
+    """Logits after the prompts that are measured and after each of some tokens one by one, mostly a greedy text."""
+    plan, steps = prepared.plan, prepared.steps
+    prompts = [prepared.ids[:n] for n in plan.prompts]
+    found: dict[str, NDArray[np.float32]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (OURS, *peers):
+            file = Path(folder) / name
+            crew.ask(name, "logits", prompts=prompts, steps=steps, file=str(file))
+            found[name] = np.fromfile(file, np.float32).reshape(len(prompts) + len(steps), -1)
+    return [compare(name, plan.threads, found[OURS], found[name]) for name in peers]
+
+
+def _measure(crew: Crew, plan: Plan, test: _Test, need: float) -> Row:
     """Turns of all engines; the limit of a turn is the mean of the readings just before and after ggjit's."""
     names = [name for name in crew.workers if name != LIMITS]
-    row = Row(test.name, plan.threads, "tokens/s", {name: [] for name in names}, test.limit)
-    cost = crew.ask(OURS, "cost", n_past=test.n_past, n=test.n)
-    row.need = cost["flops"] / test.n if test.limit == "int8" else cost["weights"] + cost["kv"]
+    row = Row(test.name, plan.threads, "tokens/s", {name: [] for name in names}, test.limit, need=need)
     for name in names:  # makes what is made once, and fills the cache to its depth
         crew.ask(name, **test.request)
     for turn in range(plan.turns):

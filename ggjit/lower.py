@@ -302,7 +302,6 @@ class Executable:
 
         self.graph, self.n_threads, self.steps, self.fused = graph, n_threads, lowering.steps, list(fused)
         self._apart: Executable | None = None  # without fusion, for callbacks
-        self._lowering = lowering
         derived = lowering.place()
         work = max((s.work for s in self.steps), default=0)
         self.work_nbytes = work

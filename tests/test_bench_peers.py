@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ggjit import bench_peers, cli
-from ggjit.bench_peers import Check, Crew, Plan, Row, compare, find_peers
+from ggjit import bench_crew, bench_peers, cli
+from ggjit.bench_crew import Crew, find_peers
+from ggjit.bench_peers import Check, Plan, Row, compare
 
 MODEL = Path(__file__).parent / "data" / "models" / "llama-headdim.gguf"
 # A package that binds llama.cpp's functions as llama-cpp-python does, over a model of ggjit.
@@ -149,7 +150,7 @@ def test_peers_must_be_known_and_there(capsys, monkeypatch):
     assert "--peer must be NAME=PYTHON" in capsys.readouterr().err
     assert run("--peer-option", "llama_cpp.n_batch", "--peer", "llama_cpp=python3") == 1
     assert "--peer-option must be NAME.FIELD=NUMBER" in capsys.readouterr().err
-    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_crew.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="a peer must be installed here"):
         find_peers()
     assert find_peers(["ik_llama_cpp=/a/b"]) == {"ik_llama_cpp": "/a/b"}
@@ -185,8 +186,8 @@ def test_waiting_processes_are_seen(monkeypatch):
     with Crew({"ggjit": sys.executable, "limits": sys.executable}) as crew:
         crew.ask("limits", "load", **Plan("", 1, options={"limits": {"buffer_nbytes": 1 << 20}}).load("limits"))
         used = iter(np.arange(1000) * 0.01)  # never quiet
-        monkeypatch.setattr(bench_peers, "SETTLE", 0.05)
-        monkeypatch.setattr(bench_peers, "cpu_seconds", lambda pid: next(used))
+        monkeypatch.setattr(bench_crew, "SETTLE", 0.05)
+        monkeypatch.setattr(bench_crew, "cpu_seconds", lambda pid: next(used))
         crew.ask("limits", "turn", kind="read")
         assert crew.is_idle_known and crew.idle["ggjit"] > 0
 

@@ -50,7 +50,8 @@ def add_arguments(parsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status: 1 if a peer computes something else."""
-    from ggjit.bench_peers import Plan, bench, check_options, find_peers
+    from ggjit.bench_crew import check_options, find_peers
+    from ggjit.bench_peers import Plan, bench
     from ggjit.fetch import pull
     from ggjit.threadpool import default_threads
 
