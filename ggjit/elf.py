@@ -95,11 +95,19 @@ class ElfObject:
                     yield s.info, offset, info & 0xFFFFFFFF, info >> 32, addend
 
 
-def can_load(code: bytes) -> bool:
-    """Whether `load` knows all that an object file asks for."""
-    if sys.platform != "linux" or not code.startswith(MAGIC):
-        return False
-    elf = ElfObject(code)
+def loadable(objects: Mapping[str, bytes]) -> dict[str, ElfObject] | None:
+    """The object files as `load` takes them; None if one asks for what it does not know.
+
+    Raises:
+        ValueError: one is damaged.
+    """
+    if sys.platform != "linux" or not all(code.startswith(MAGIC) for code in objects.values()):
+        return None
+    elves = {entry: ElfObject(code) for entry, code in objects.items()}
+    return elves if all(map(_is_known, elves.values())) else None
+
+
+def _is_known(elf: ElfObject) -> bool:
     return (
         elf.machine == _X86_64
         and not any(elf.sections[i].flags & (_WRITE | _TLS) for i in elf.placed())
@@ -108,11 +116,11 @@ def can_load(code: bytes) -> bool:
     )
 
 
-def load(objects: Mapping[str, bytes], outside: Callable[[str], int]) -> dict[str, int]:
+def load(elves: Mapping[str, ElfObject], outside: Callable[[str], int]) -> dict[str, int]:
     """Put object files into memory, code first and constants on pages of their own, for as long as the process lives.
 
     Args:
-        objects: by the names of their entries; of those `can_load` tells.
+        elves: by the names of their entries, as `loadable` gives them.
         outside: address of a function that is none of theirs.
 
     Returns:
@@ -122,7 +130,6 @@ def load(objects: Mapping[str, bytes], outside: Callable[[str], int]) -> dict[st
         OSError: the system gives no such memory.
         ValueError: an object does not define its entry.
     """
-    elves = {entry: ElfObject(code) for entry, code in objects.items()}
     everything = [(entry, i) for entry, elf in elves.items() for i in elf.placed()]
     places: dict[tuple[str, int], int] = {}
     end = n_code = 0

@@ -49,9 +49,8 @@ def link(objects: Mapping[str, bytes]) -> dict[str, int]:
         OSError: the system gives no memory for code.
         ValueError: an object does not define its entry, or needs a function that the C library does not have.
     """
-    if all(map(elf.can_load, objects.values())):
-        return elf.load(objects, c_address)
-    return _link_by_llvm(objects)
+    elves = elf.loadable(objects)
+    return _link_by_llvm(objects) if elves is None else elf.load(elves, c_address)
 
 
 _engines: list[Any] = []  # linked code lives as long as the process

@@ -60,8 +60,14 @@ def pair():
     return {name: compiled(MODULE.format(entry=name, third=third)) for name, third in (("first", 7), ("second", 8))}
 
 
+def loaded(objects: dict[str, bytes]) -> dict[str, elf.ElfObject]:
+    elves = elf.loadable(objects)
+    assert elves is not None
+    return elves
+
+
 def test_constants_functions_and_calls_find_each_other(pair):
-    assert all(map(elf.can_load, pair.values()))
+    assert elf.loadable(pair) is not None
     ours, llvms = linking.link(pair), linking._link_by_llvm(pair)
     for addresses in (ours, llvms):
         for name, third in (("first", 7), ("second", 8)):
@@ -72,7 +78,7 @@ def test_constants_functions_and_calls_find_each_other(pair):
 
 
 def test_code_can_be_executed_and_constants_only_be_read(pair):
-    addresses = elf.load(pair, linking.c_address)
+    addresses = elf.load(loaded(pair), linking.c_address)
     with open("/proc/self/maps") as maps:
         pages = [(*(int(x, 16) for x in line.split()[0].split("-")), line.split()[1]) for line in maps]
     code = next(p for p in pages if p[0] <= addresses["first"] < p[1])
@@ -83,7 +89,7 @@ def test_code_can_be_executed_and_constants_only_be_read(pair):
 
 def test_an_entry_must_be_there(pair):
     with pytest.raises(ValueError, match=r"objects must define their entries, got none for 'other'"):
-        elf.load({"other": pair["first"]}, linking.c_address)
+        elf.load(loaded({"other": pair["first"]}), linking.c_address)
 
 
 def test_what_is_not_understood_is_left_to_llvm(pair):
@@ -95,7 +101,7 @@ def test_what_is_not_understood_is_left_to_llvm(pair):
         b"\xcf\xfa\xed\xfe" + bytes(100),
         pair["first"][:18] + b"\xb7\0" + pair["first"][20:],
     ]
-    assert not any(map(elf.can_load, others))
+    assert all(elf.loadable({"first": pair["first"], "entry": code}) is None for code in others)
     call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(linking.link({"entry": near})["entry"])
     assert call(2, 0) == expected(2, 0, 1)
 
@@ -124,7 +130,7 @@ def test_no_memory_for_code_is_an_error(pair, monkeypatch):
 
     monkeypatch.setattr(elf.ctypes, "CDLL", lambda *args, **options: Libc)
     with pytest.raises(OSError, match=r"link: the system must give \d+ bytes for code, got 'Cannot allocate memory'"):
-        elf.load(pair, lambda name: 0)
+        elf.load(loaded(pair), lambda name: 0)
 
 
 START = """
