@@ -12,10 +12,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLD = 100_000  # new objects, and with them the memory that garbage can hold, stay bounded
+_THRESHOLD = 100_003  # new objects, so that the memory of garbage stays bounded; a number that nobody else takes
 _lock = threading.Lock()
 _inside = 0  # blocks that are being executed, by any thread
 _limits = gc.get_threshold()
+_own = threading.local()  # `inside` of one thread
 
 
 @contextmanager
@@ -23,24 +24,38 @@ def put_off() -> Iterator[None]:
     """Collect less often inside the block. Blocks may be nested and run in several threads at once."""
     global _inside, _limits
     with _lock:
-        if _inside == 0:
-            _limits = gc.get_threshold()
-            if 0 < _limits[0] < _THRESHOLD:  # a user may have put it off further
-                gc.set_threshold(_THRESHOLD, *_limits[1:])
+        now = gc.get_threshold()
+        if now[0] != _THRESHOLD:
+            _limits = now
+        if _inside == 0 and 0 < now[0] < _THRESHOLD:  # a user may have put it off further
+            gc.set_threshold(_THRESHOLD, *now[1:])
         _inside += 1
+        _own.inside = _inside_here() + 1
     try:
         yield
     finally:
         with _lock:
+            if _inside == 1:  # looked at before it is counted: an interrupt between them loses no limits
+                _restore()
             _inside -= 1
-            if _inside == 0:
-                gc.set_threshold(*_limits)
+            _own.inside -= 1
+
+
+def _inside_here() -> int:
+    return getattr(_own, "inside", 0)
+
+
+def _restore() -> None:
+    if gc.get_threshold()[0] == _THRESHOLD:  # else a user has set others meanwhile
+        gc.set_threshold(*_limits)
 
 
 def _after_fork() -> None:
-    """In a child no other thread is left that could give the lock back."""
-    global _lock
-    _lock = threading.Lock()
+    """In a child no other thread is left that could give the lock back, or leave its blocks."""
+    global _lock, _inside
+    _lock, _inside = threading.Lock(), _inside_here()
+    if _inside == 0:
+        _restore()
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,9 +17,9 @@ Flags are the same for all code: no fastmath, NumPy's error model, no allocation
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import inspect
+import os
 import struct
 import sys
 import threading
@@ -56,6 +56,16 @@ __all__ = [
 
 _lock = threading.RLock()  # held while kernels compile
 _helper_lock = threading.RLock()  # never held while anything compiles: Numba asks for helpers under its own lock
+
+
+def _after_fork() -> None:
+    """In a child no other thread is left that could give the locks back."""
+    global _lock, _helper_lock
+    _lock, _helper_lock = threading.RLock(), threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Helper:
@@ -171,6 +181,7 @@ class Words(Compiled):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self.n_args = len(inspect.signature(function).parameters)
+        self._c_function: Any = None
 
     def compile(self, assembly: bool = False) -> bytes | str:
         """Compile now, whatever the cache holds; return the object code or its assembly."""
@@ -178,10 +189,12 @@ class Words(Compiled):
 
         return numba_entry.compile_words(self.function, self.entry, assembly)
 
-    @functools.cached_property
+    @property  # a cached one holds a lock of all functions (Python 3.11), also of those that are there
     def c_function(self) -> Any:
         """The ctypes function, for callers that call often."""
-        return ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + self.n_args))(self.address())
+        if self._c_function is None:
+            self._c_function = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + self.n_args))(self.address())
+        return self._c_function
 
     def __call__(self, *args: int) -> int:
         """Call the C function."""

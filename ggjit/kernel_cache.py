@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import enum
 import functools
 import hashlib
 import importlib.util
@@ -23,6 +24,7 @@ import platform
 import re
 import stat
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,10 +45,21 @@ _FROM_OPS = re.compile(r"from (ggjit\.ops(?:\.\w+)*) import (\([^)]*\)|[^\n(]+)"
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
+_began = time.time()
+
+
 @functools.cache
 def file_hash(path: str) -> str:
-    """Hash of a source file's bytes, read once per process."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    """Hash of a source file's bytes, read once per process.
+
+    If a file of the package has changed since the process began, the code that runs may be of an older one: the hash is
+    then one that no other process has.
+    """
+    with open(path, "rb") as file:
+        source = file.read()
+        if _began < os.fstat(file.fileno()).st_mtime <= time.time() and Path(path).is_relative_to(_PACKAGE):
+            source += f"{os.getpid()} {_began}".encode()
+    return hashlib.sha256(source).hexdigest()
 
 
 @functools.cache
@@ -181,7 +194,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.parts: list[str] = []
-        self.seen: set[int] = set()
+        self.seen: set[object] = set()
         self.uses_counter = False
 
     def value(self, name: str, value: Any, code: types.CodeType, where: str) -> None:
@@ -194,8 +207,13 @@ class _Walk:
             self.parts.append(f"{name}: {len(value)} values")
             for v in value:
                 self.value(name, v, code, where)
+        elif isinstance(value, enum.Enum):
+            self.parts.append(f"{name}: {value!r}")
+        elif isinstance(value, enum.EnumType):
+            self.parts.append(f"{name}: {value.__module__}.{value.__qualname__} {dict(value.__members__)!r}")
         elif isinstance(value, type | types.BuiltinFunctionType) or _is_foreign(getattr(value, "__module__", "") or ""):
-            self.parts.append(f"{name}: {value.__module__}.{getattr(value, '__qualname__', value)}")
+            fields = getattr(value, "_fields", "")  # of a named tuple
+            self.parts.append(f"{name}: {value.__module__}.{getattr(value, '__qualname__', value)} {fields}")
         elif (function := _function_of(value)) is not None:
             options = getattr(value, "options", None)
             self.parts.append(f"{name}: {type(value).__name__} {sorted(options.items()) if options else ''}")
@@ -210,15 +228,17 @@ class _Walk:
             )
 
     def module(self, name: str, module: types.ModuleType, code: types.CodeType, where: str) -> None:
-        """A module of the project: its source, and the functions in it that the code names."""
+        """A module of the project: its source, and what the code names of it."""
         digest = _module_hash(object.__getattribute__(module, "__name__"))
         self.parts.append(f"{name}: module {digest}")
-        if digest is None:
+        if digest is None or (id(module), code) in self.seen:
             return
+        self.seen.add((id(module), code))
         for attribute in _global_names(code):
             value = getattr(module, attribute, None)
-            if isinstance(value, types.ModuleType) or _function_of(value) is not None:
-                self.value(f"{name}.{attribute}", value, code, where)
+            if value is not None:
+                with contextlib.suppress(TypeError):  # a name of something else: Numba will tell
+                    self.value(f"{name}.{attribute}", value, code, where)
 
     def function(self, function: types.FunctionType) -> None:
         """The code of a function, and all it refers to."""
@@ -306,30 +326,34 @@ def user_cache() -> Path | None:
 def _first_folder() -> Path | None:
     """The folder that the user named, else that of the user's cache."""
     asked = os.environ.get("GGJIT_CACHE_DIR")
-    return Path(os.path.expanduser(asked)) if asked else user_cache()
+    found = Path(os.path.expanduser(asked)) if asked else user_cache()
+    return None if found is None else found.absolute()
 
 
 @functools.cache
-def folder() -> Path | None:
-    """Return the folder of compiled kernels that is written to, or None if nothing can be written."""
+def _folders() -> tuple[Path | None, Path | None]:
+    """The folder to look in first, which may be read-only, and the one that is written to; once a process."""
     import tempfile
 
     first = _first_folder()
     if first is not None and _usable(first):
-        return first
+        return first, first
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    private = Path(tempfile.gettempdir()) / f"ggjit-{user}"
-    return private if _usable(private, private=True) else None
+    try:
+        private = Path(tempfile.gettempdir()) / f"ggjit-{user}"
+    except OSError:  # nor can any temporary directory be written
+        return first, None
+    return first, private if _usable(private, private=True) else None
 
 
-def _readable() -> Iterator[Path]:
-    """The folders to look in: the user's, which may be read-only, and the one written to if that is another."""
-    first = _first_folder()
-    if first is not None:
-        yield first
-    written = folder()
-    if written is not None and written != first:
-        yield written
+def folder() -> Path | None:
+    """Return the folder of compiled kernels that is written to, or None if nothing can be written."""
+    return _folders()[1]
+
+
+def _readable() -> list[Path]:
+    """The folders to look in."""
+    return list(dict.fromkeys(place for place in _folders() if place is not None))
 
 
 def load(key: str, suffix: str = ".o") -> bytes | None:
@@ -373,7 +397,11 @@ def trim(limit: int = LIMIT) -> None:
     if place is None:
         return
     files = []
-    for path in place.iterdir():
+    try:
+        paths = list(place.iterdir())
+    except OSError:  # somebody removed the folder
+        return
+    for path in paths:
         try:
             status = path.stat()
         except OSError:

@@ -48,7 +48,9 @@ RECORD_SIZE, NE_AT, NB_AT, PARAMS_AT, SRC_AT, DATA_AT = 336, 16, 48, 84, 152, 24
 _DEFINITION = re.compile(r"^(define [^\n]*?)( #\d+)? \{$", re.MULTILINE)
 _WHOLE = re.compile(r"llvm\.x86\.[\w.]*512\b")
 _HALVED = '"prefer-vector-width"="256" "min-legal-vector-width"="0"'
-_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
+_OPTIONS = {
+    "nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "debug": False, "_nrt": False,
+}  # fmt: skip
 
 
 # --- Numba's compiler, ending at LLVM IR ------------------------------------------------------------------------------
@@ -128,6 +130,15 @@ class _Context(numba_cpu.CPUContext):
     def init(self) -> None:
         self.is32bit = False
         self._internal_codegen = _Codegen("ggjit")
+
+    @property
+    def enable_boundscheck(self) -> bool:
+        """Never, whatever Numba's environment variables say: the objects are kept for processes without them."""
+        return False
+
+    @enable_boundscheck.setter
+    def enable_boundscheck(self, value: bool) -> None:
+        pass
 
     def post_lowering(self, mod: Any, library: Any) -> None:
         """Numba would link its reference counting here; code that allocates is refused instead."""

@@ -55,9 +55,12 @@ def run(n_kernels: int, n_processes: int, compile_one: Callable[[int], None], do
             done()
             _report(news_out, done)
     finally:
+        for _ in _numbers(work_out):  # after an error or an interrupt the children shall not go on
+            pass
         os.close(work_out)
         for child in children:
-            os.waitpid(child, 0)
+            with contextlib.suppress(ChildProcessError):  # a program may have children reaped as they end
+                os.waitpid(child, 0)
         _report(news_out, done)
         os.close(news_out)
 

@@ -156,7 +156,7 @@ def test_a_start_without_compiling_needs_no_llvm(tmp_path, monkeypatch):
 def test_a_remembered_cpu_is_what_llvm_tells(tmp_path, monkeypatch):
     monkeypatch.setenv("GGJIT_CACHE_DIR", str(tmp_path))
     fresh = cpu._host.__wrapped__
-    kernel_cache.folder.cache_clear()
+    kernel_cache._folders.cache_clear()
     try:
         true, asked = cpu._host_by_llvm(), []
         monkeypatch.setattr(cpu, "_host_by_llvm", lambda: asked.append(1) or true)
@@ -169,4 +169,4 @@ def test_a_remembered_cpu_is_what_llvm_tells(tmp_path, monkeypatch):
         monkeypatch.setattr(cpu, "_appearance", lambda: None)  # a system that does not tell
         assert [fresh(), fresh()] == [true, true] and len(asked) == 5
     finally:
-        kernel_cache.folder.cache_clear()
+        kernel_cache._folders.cache_clear()

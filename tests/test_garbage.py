@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 import pytest
@@ -55,3 +56,41 @@ def test_what_a_user_put_off_further_stays(limits):
     with garbage.put_off():
         assert gc.get_threshold()[0] == 0
     assert gc.get_threshold() == (0, 7, 9)
+
+
+def test_what_a_user_sets_inside_a_block_stays(limits):
+    with garbage.put_off():
+        gc.set_threshold(600, 5, 5)
+    assert gc.get_threshold() == (600, 5, 5)
+    with garbage.put_off():
+        assert gc.get_threshold()[0] > 50_000
+    assert gc.get_threshold() == (600, 5, 5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_is_in_no_block_of_another_thread(limits):
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay():
+        with garbage.put_off():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait(10)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            outside = gc.get_threshold() == limits
+            with garbage.put_off():
+                code = not (outside and gc.get_threshold()[0] > 50_000)
+            code = code or gc.get_threshold() != limits
+        finally:
+            os._exit(code)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.get_threshold() == limits

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import importlib
 import math
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -50,6 +54,39 @@ def test_keys_change_with_what_a_kernel_is_made_of():
     assert key_of("def f(x):\n return np.sqrt(x) + math.pi", np=np, math=math) == key_of(
         "def f(x):\n return np.sqrt(x) + math.pi", np=np, math=math
     )
+
+
+def test_keys_change_with_members_fields_and_what_a_module_computed(tmp_path, monkeypatch):
+    source = "def f(x):\n return x + K.RED"
+    colors = [enum.IntEnum("K", {"RED": k}) for k in (1, 2)]
+    assert key_of(source, K=colors[0]) != key_of(source, K=colors[1])
+    assert key_of("def f(x):\n return x + K", K=colors[0].RED) != key_of("def f(x):\n return x + K", K=colors[1].RED)
+    pairs = [namedtuple("K", names) for names in ("a b", "b a")]
+    assert key_of("def f(x):\n return K(x, 1).a", K=pairs[0]) != key_of("def f(x):\n return K(x, 1).a", K=pairs[1])
+    (tmp_path / "settings_of_mine.py").write_text("N = 1\nimport settings_of_mine as me")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("settings_of_mine")
+    source = "def f(x):\n return x + module.N + module.me.N + module.append"
+    base = key_of(source, module=module)
+    module.N = 2
+    assert key_of(source, module=module) != base
+    module.append = object()  # a name of something else: no error of the key's
+    key_of(source, module=module)
+
+
+def test_a_source_that_changed_while_the_process_lives_has_a_key_of_its_own(tmp_path, monkeypatch):
+    file = tmp_path / "vec.py"
+    file.write_text("x = 1")
+    before = kernel_cache.file_hash.__wrapped__
+    monkeypatch.setattr(kernel_cache, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(kernel_cache, "_began", time.time() - 100)
+    os.utime(file, (1, 1))
+    known = before(str(file))
+    assert known == before(str(file))
+    os.utime(file)
+    assert before(str(file)) != known, "what runs may be the code of an older file"
+    os.utime(file, (time.time() + 1e6,) * 2)
+    assert before(str(file)) == known, "a clock that is wrong"
 
 
 def test_keys_tell_factories_of_the_library_apart():
@@ -232,9 +269,9 @@ def test_a_home_that_cannot_be_written(tmp_path):
 def folder(monkeypatch, tmp_path):
     """An empty cache folder for this process."""
     monkeypatch.setenv("GGJIT_CACHE_DIR", str(tmp_path / "cache"))
-    kernel_cache.folder.cache_clear()
+    kernel_cache._folders.cache_clear()
     yield tmp_path / "cache"
-    kernel_cache.folder.cache_clear()
+    kernel_cache._folders.cache_clear()
 
 
 def test_store_and_load(folder):
@@ -281,6 +318,73 @@ def test_kernels_compile_in_several_processes(tmp_path):
     assert run(PARALLEL.format(broken=True), tmp_path / "bad") == ["2", "False", "True"], "the parent does the rest"
 
 
+REAPED = (
+    """
+import signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped as they end
+"""
+    + PARALLEL
+)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+def test_children_that_nobody_can_wait_for(tmp_path):
+    assert run(REAPED.format(broken=False), tmp_path) == ["2", "True", "True"]
+
+
+FORKED = """
+import os, sys, threading
+from ggjit import jit
+@jit.words
+def f(x):
+    return x * 7
+if sys.argv[1:] == ["store"]:
+    f.address()
+    sys.exit()
+held = threading.Event()
+def hold():
+    with jit._lock:
+        held.set()
+        threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    os._exit(f(6))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have(tmp_path):
+    run(FORKED.replace("sys.argv[1:]", "['store']"), tmp_path)
+    assert run(FORKED, tmp_path) == ["42"]
+
+
+STREAMING = """
+from ggjit import jit
+@jit.jitted
+def helper(x):
+    return x + 1
+@jit.kernel(streams=True)
+def stream(dst, dst_ne, dst_nb, op_params, work, ith, nth):
+    for i in range(dst_ne[0]):
+        dst[i] = helper(dst[i])
+stream.address()
+"""
+
+
+@pytest.mark.full
+def test_variables_for_numba_do_not_change_what_is_kept(tmp_path):
+    kept = []
+    for name in ("", "NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO"):
+        run(STREAMING, tmp_path / (name or "none"), **({name: "1"} if name else {}))
+        kept.append({f.name: f.read_bytes() for f in (tmp_path / (name or "none")).iterdir() if f.suffix == ".o"})
+    assert len(kept[0]) == 1 and kept[1] == kept[0] == kept[2]
+
+
 def test_a_process_with_threads_of_others_does_not_fork(monkeypatch):
     threads = [threading.current_thread()]
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda pid: set(range(64)))
@@ -306,7 +410,9 @@ def test_the_files_used_longest_ago_go_first(folder):
 
 
 def test_places_for_the_folder(monkeypatch, tmp_path):
-    find = kernel_cache.folder.__wrapped__
+    def find():
+        return kernel_cache._folders.__wrapped__()[1]
+
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.delenv("GGJIT_CACHE_DIR", raising=False)
@@ -333,10 +439,27 @@ def test_places_for_the_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(blocked))
     assert find() is None
 
+    def gettempdir():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", gettempdir)
+    assert find() is None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GGJIT_CACHE_DIR", "here")
+    assert find() == tmp_path / "here", "also where the process goes later"
+
+
+def test_a_folder_that_somebody_removed(folder):
+    kernel_cache.store("k1", b"code")
+    shutil.rmtree(folder)
+    kernel_cache.store("k2", b"code")
+    kernel_cache.trim()
+    assert kernel_cache.load("k1") is None
+
 
 def test_kernels_compile_without_any_folder(monkeypatch):
     monkeypatch.setattr(kernel_cache, "folder", lambda: None)
-    monkeypatch.setattr(kernel_cache, "_readable", lambda: iter(()))
+    monkeypatch.setattr(kernel_cache, "_readable", list)
     kernel_cache.trim()
 
     @words

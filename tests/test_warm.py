@@ -39,14 +39,14 @@ def test_kernels_of_a_model(n):
 
 def test_what_is_compiled_behind_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("GGJIT_CACHE_DIR", str(tmp_path))
-    kernel_cache.folder.cache_clear()
+    kernel_cache._folders.cache_clear()
     try:
         child = warm.compile_behind(lambda: [nothing_done])
         if child:  # several CPUs, and no threads of others
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             assert kernel_cache.load(nothing_done.key)
     finally:
-        kernel_cache.folder.cache_clear()
+        kernel_cache._folders.cache_clear()
 
 
 def test_no_kernel_is_no_error(monkeypatch):
