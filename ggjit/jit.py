@@ -221,10 +221,11 @@ class Kernel(Compiled):
         by_rows: ByRows | None = None,
         own_scratch: bool = False,
         counts_threads: bool = False,
+        n_optional: int = 0,
     ) -> None:
         super().__init__(function)
         self.uses_counter, self.streams, self.by_rows, self.own_scratch = counter, streams, by_rows, own_scratch
-        self.counts_threads = counts_threads
+        self.counts_threads, self.n_optional = counts_threads, n_optional
         self.kind = "streaming kernel" if streams else "kernel"
         names = list(inspect.signature(function).parameters)
         self.n_src = (len(names) - 7) // 3
@@ -347,6 +348,7 @@ def kernel(
     by_rows: ByRows | None = None,
     own_scratch: bool = False,
     counts_threads: bool = False,
+    n_optional: int = 0,
 ) -> Callable[[Callable[..., Any]], Kernel]: ...
 def kernel(
     function: Callable[..., Any] | None = None,
@@ -356,6 +358,7 @@ def kernel(
     by_rows: ByRows | None = None,
     own_scratch: bool = False,
     counts_threads: bool = False,
+    n_optional: int = 0,
 ) -> Any:
     """Make a kernel of a function with the fixed signature (see Kernel).
 
@@ -370,8 +373,9 @@ def kernel(
     between such steps that have as much scratch.
     `@kernel(counts_threads=True)` for one whose result may depend on nth: a program with it always runs with as many
     threads as it was made for. Of all others the results must be the same for any number.
+    `@kernel(n_optional=n)` for one whose last n sources a node may lack: they have no data then, and ne of 0.
     """
-    options = counter, streams, by_rows, own_scratch, counts_threads
+    options = counter, streams, by_rows, own_scratch, counts_threads, n_optional
     if function is not None:
         return Kernel(function, *options)
     return lambda f: Kernel(f, *options)

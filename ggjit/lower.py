@@ -137,6 +137,12 @@ class Lowering:
             data = dst.op_params if params is None else bytes(params) if isinstance(params, bytes) else _words(params)
             record.context.buffer[record.offset + PARAMS_AT : record.offset + PARAMS_AT + PARAM_BYTES] = data
             self._copies[record] = dst
+        if len(record.src) < kernel.n_src - kernel.n_optional:
+            node = self.node if self.node is not None else dst
+            raise TypeError(
+                f"{node.op.name}: a kernel must take no more sources than the node has, got {kernel.name} with "
+                f"{kernel.n_src} and {len(record.src)} ('{node.name}')"
+            )
         at = len(self.steps)
         for t in (dst, *record.src):
             if t is not None and t in self._scratch:
@@ -301,7 +307,7 @@ class Executable:
         from ggjit.program import Program
 
         self.graph, self.n_threads, self.steps, self.fused = graph, n_threads, lowering.steps, list(fused)
-        self._apart: Executable | None = None  # without fusion, for callbacks
+        self._apart: Executable | None = None  # for callbacks
         derived = lowering.place()
         work = max((s.work for s in self.steps), default=0)
         self.work_nbytes = work
@@ -375,8 +381,8 @@ class Executable:
             if readable.state is not self._ran:
                 self._ran = readable.ran(self)
             return True
-        if self.fused:  # it wants to see every node
-            self._apart = self._apart or lower(self.graph, self.n_threads, fuse=False)
+        if self.fused or self.replicas.steps:  # it wants to see every node, and may change it for all threads
+            self._apart = self._apart or _lower_apart(self.graph, self.n_threads)
             return self._apart.run(callback)
         readable.forget(*self.memories)  # each node may be looked at as it is computed
         at = 0
@@ -452,6 +458,11 @@ def lower(
     return Executable(graph, n_threads, lowering, work_context, chains, scratch)
 
 
+def _lower_apart(graph: Graph, n_threads: int) -> Executable:
+    """Every node by itself, and once for all threads."""
+    return Executable(graph, n_threads, _lowering(graph, n_threads, fuse=False, replicate=False)[0], None)
+
+
 def kernels_of(graph: Graph, n_threads: int) -> list[Kernel]:
     """The kernels that a graph's program runs; nothing is compiled and no data looked at."""
     return [step.kernel for step in _lowering(graph, n_threads)[0].steps]
@@ -462,7 +473,9 @@ def scratch_size(graph: Graph, n_threads: int) -> int:
     return _lowering(graph, n_threads)[0].scratch_nbytes()
 
 
-def _lowering(graph: Graph, n_threads: int, fuse: bool | None = None) -> tuple[Lowering, list[tuple[Tensor, ...]]]:
+def _lowering(
+    graph: Graph, n_threads: int, fuse: bool | None = None, replicate: bool = True
+) -> tuple[Lowering, list[tuple[Tensor, ...]]]:
     lowering = Lowering(n_threads, graph.nodes)
     for t in [*graph.leafs, *graph.nodes]:
         if t.data == 0 and t.nbytes:
@@ -475,5 +488,5 @@ def _lowering(graph: Graph, n_threads: int, fuse: bool | None = None) -> tuple[L
             lowering.lower_node(node)
         elif (fused := found[node]) is not None:
             lowering.lower_node(node, fused)
-    lowering.replicas = Replicas(lowering, graph.nodes)
+    lowering.replicas = Replicas(lowering, graph.nodes if replicate else None)
     return lowering, [f.nodes for f in found.values() if f is not None]

@@ -49,18 +49,18 @@ class Replicas:
 
     Args:
         lowering: all of whose steps are emitted; gets the scratch for the copies.
-        nodes: of the graph.
+        nodes: of the graph; None replicates nothing.
 
     Attributes:
         steps: by their position.
         blocks: the other threads' copies of each tensor that has some, one after the other.
     """
 
-    def __init__(self, lowering: Lowering, nodes: Sequence[Tensor]) -> None:
+    def __init__(self, lowering: Lowering, nodes: Sequence[Tensor] | None) -> None:
         self.steps: dict[int, Replica] = {}
         self.blocks: dict[Tensor, Tensor] = {}
         self._n = lowering.n_threads - 1
-        if self._n == 0:
+        if self._n == 0 or nodes is None:
             return
         steps = lowering.steps
         written = Counter(lowering.result_of(s) for s in steps)
@@ -120,8 +120,10 @@ def stride(t: Tensor) -> int:
 
 def _is_each(step: Step, result: Tensor, n_threads: int) -> bool:
     """Would one thread compute it anyway?"""
-    by_rows = step.kernel.by_rows
-    if by_rows is None or result.nrows != 1 or result.nbytes > LARGEST or step.work or step.kernel.uses_counter:
+    kernel, by_rows = step.kernel, step.kernel.by_rows
+    if by_rows is None or kernel.counts_threads or kernel.uses_counter:
+        return False
+    if result.nrows != 1 or result.nbytes > LARGEST or step.work:
         return False
     return by_rows(step.record, n_threads)
 

@@ -235,7 +235,7 @@ def make_norm(name: str, is_scaled: bool = False):
     write, factors = write_row(is_norm, is_scaled), row_factors(is_norm)
     first_sum = sum_of if is_norm else sum_of_squares
 
-    @kernel(by_rows=row_shares.always)
+    @kernel(by_rows=row_shares.always, n_optional=2)
     def norm_rows(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, op_params, work,
         ith, nth,

@@ -268,7 +268,7 @@ def make_soft_max(mask_kind):
             return np.int64(0), np.float32(1)
         return rows.repeated(src1_ne, src1_nb, i1, i2, i3), head_slope(op_params, n_head, i2)
 
-    @kernel
+    @kernel(n_optional=2)
     def soft_max(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb,
                  op_params, work, ith, nth):  # fmt: skip
         scale, n = memory.f32_from_bits(op_params[0]), dst_ne[0]

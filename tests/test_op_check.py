@@ -72,3 +72,19 @@ def test_an_op_without_cases_is_refused(make):
         gg.check_op(op)
     with pytest.raises(ValueError, match=r"op\.by_name"):
         gg.check_op("no such op")
+
+
+@gg.kernel
+def sum_of_two_f32(
+    dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, op_params, work, ith, nth
+):  # fmt: skip
+    for i in range(ith, dst_ne[0], nth):
+        memory.store_f32(dst, 4 * i, memory.load_f32(src0, 4 * i) + memory.load_f32(src1, 4 * i))
+
+
+def test_a_kernel_of_more_sources_than_the_node_has_is_an_error(make):
+    op = make(sum_of_two_f32)
+    with gg.Context(1 << 20):
+        y = gg.new_node(op, gg.F32, (3, 1, 1, 1), (gg.from_numpy(np.float32([1, 2, 3])),))
+        with pytest.raises(TypeError, match=r"no more sources than the node has, got sum_of_two_f32 with 2 and 1"):
+            gg.build(y).compute()

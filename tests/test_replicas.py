@@ -147,6 +147,23 @@ def test_more_rows_one_thread_and_shared_memory_have_no_copies():
         assert not any(f & EACH for step, f in flags_of(CASES[name]).items() if step.startswith("norm")), name
 
 
+@pytest.mark.parametrize("n_threads", [2, 3])
+def test_what_a_callback_changes_counts_for_all_threads(n_threads):
+    def run(n):
+        graph, out = planned(CASES["quantized"])
+        (norm,) = [t for t in graph.nodes if t.op.name == "rms_norm"][:1]
+
+        def double(node):
+            if node is norm:
+                node.set(2 * node.numpy())
+            return True
+
+        assert lower(graph, n).run(double)
+        return bits(out)
+
+    assert np.array_equal(run(n_threads), run(1))
+
+
 def test_a_callback_sees_what_a_node_holds():
     graph, out = planned(CASES["quantized"])
     lower(graph, 1, fuse=False).run()

@@ -289,7 +289,7 @@ def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v):
     at_open, at_k_offs, at_v_offs, at_scratch = (AT[w] for w in ("is_open", "k_offs", "v_offs", "scratch"))
     at_heads = AT["n_heads"]
 
-    @kernel(counter=True)
+    @kernel(counter=True, n_optional=2)
     def attention(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb,
         src3, src3_ne, src3_nb, src4, src4_ne, src4_nb, op_params, work, ith, nth,
@@ -335,7 +335,7 @@ def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v):
 def make_merge(merge):
     """The second kernel, where items are split: the emitted `merge` does all of it."""
 
-    @kernel
+    @kernel(n_optional=2)
     def attention_merge(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb,
         src3, src3_ne, src3_nb, src4, src4_ne, src4_nb, op_params, work, ith, nth,

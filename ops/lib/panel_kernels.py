@@ -255,7 +255,7 @@ def few_kernel(type_name, columns, packed, along=1, end=None, records=1):
                         y_c = y_s + c // per_row * y_nb[along]
                         tile(w_s, y_c, y_nb[along], out_j + c * step, step, n, n_rows, n_cols - c, add)
 
-    @kernel(counter=True)
+    @kernel(counter=True, n_optional=2)
     def mul_mat_few(
         dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, src1, src1_ne, src1_nb, src2, src2_ne, src2_nb, src3, src3_ne,
         src3_nb, op_params, work, ith, nth,
