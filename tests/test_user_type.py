@@ -272,6 +272,52 @@ def test_bad_layouts(change, message):
         gg.register_type(**{**good, **functions, **change})
 
 
+@gg.jitted
+def quantize_wrong_offsets(x, x_offs, block, offs):
+    memory.store_f16(block, offs, np.float32(x[x_offs]))
+    for i in range(24):
+        memory.store_u8(block, offs + 2 + i, x[x_offs + i])
+
+
+@gg.jitted
+def quantize_part(x, x_offs, block, offs):
+    memory.store_f16(block, offs, memory.load_f32(x, x_offs) / np.float32(4))
+
+
+@gg.jitted
+def code_outside(block, offs, k):
+    return code(block, offs, k) ^ memory.load_u8(block, offs + 26) & 1
+
+
+def test_check_of_a_sound_type():
+    report = gg.check_type("Q3_64")
+    assert report.passed and 0.01 < report.error < 0.05 and str(report).endswith("all passed")
+    assert gg.check_type(gg.Q4_K).passed
+    with pytest.raises(ValueError, match="type must be a quantized one with both conversions, got F16"):
+        gg.check_type(gg.F16)
+    with pytest.raises(TypeError, match="type must be a Type or the name of one, got 3"):
+        gg.check_type(3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"quantize": quantize_wrong_offsets}, "nearer to the quantized than zeros"),
+        ({"quantize": quantize_part}, "quantize: must set every byte and read its blocks alone, got byte 2"),
+        ({"type_size": 10}, "quantize: must write the 20 bytes of 2 blocks, got a write at byte 20"),
+        ({"code": code_outside}, "decoding: must set every byte and read its blocks alone"),
+        ({"bits": 2}, "products: must be those of the decoded weights"),
+    ],
+)
+def test_check_of_a_type_that_goes_wrong(change, problem):
+    good = {"blck_size": 64, "type_size": 26, "bits": 3, "offset": 4, "scale_type": "F16"}
+    functions = {"quantize": quantize, "scale": scale, "code": code}
+    name = f"WRONG_{problem[:3]}_{len(problem)}"
+    report = gg.check_type(gg.register_type(name, **{**good, **functions, **change}))
+    assert not report.passed and problem in str(report)
+
+
 def test_bad_functions():
     with pytest.raises(TypeError, match=r"scale must be a @gg.jitted function"):
         gg.register_type("BAD", 64, 26, bits=3, quantize=quantize, scale=lambda b, o, g: 1, code=code)

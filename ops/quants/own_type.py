@@ -1,13 +1,28 @@
 """A quantized type of one's own: a block layout told by three functions, at the speed of the others.
 
+    import numpy as np
+
     import ggjit as gg
     from ggjit.ops.lib import memory
 
     # 64 weights in 26 bytes: d f16 | 16 bytes with the two low bits of each code | 8 bytes with the third
 
     @gg.jitted
-    def quantize(x, x_offs, block, offs):  # a block's f32 to its bytes
-        ...
+    def quantize(x, x_offs, block, offs):  # a block's f32 to its bytes; x and block are bytes, x_offs and offs of them
+        top = np.float32(0)
+        for k in range(64):
+            v = memory.load_f32(x, x_offs + 4 * k)
+            top = v if abs(v) > abs(top) else top
+        d = top / np.float32(-4)
+        inverse = np.float32(1) / d if d != 0 else np.float32(0)
+        memory.store_f16(block, offs, d)
+        for i in range(24):
+            memory.store_u8(block, offs + 2 + i, 0)
+        for k in range(64):
+            q = min(max(int(np.floor(memory.load_f32(x, x_offs + 4 * k) * inverse + np.float32(4.5))), 0), 7)
+            low, high = offs + 2 + k // 4, offs + 18 + k // 8
+            memory.store_u8(block, low, memory.load_u8(block, low) | (q & 3) << 2 * (k % 4))
+            memory.store_u8(block, high, memory.load_u8(block, high) | q >> 2 << k % 8)
 
     @gg.jitted
     def scale(block, offs, group):  # f32 that the weights of a group share
@@ -21,6 +36,7 @@
     Q3_64 = gg.register_type(
         "Q3_64", 64, 26, bits=3, offset=4, scale_type="F16", quantize=quantize, scale=scale, code=code
     )
+    print(gg.check_type("Q3_64"))
 
 A weight is scale * (code - offset), with a minimum added if there is one, or scale * table[code]. From that come the
 rest: decoding of rows (get_rows, cpy), coding (cpy, set_rows, `GgufWriter`), and panels for products. How the bits lie
@@ -83,7 +99,8 @@ def register_type(
         blck_size: weights in a block: 32, 64, 128 or 256.
         type_size: bytes of a block.
         bits: of a code, 1 to 8.
-        quantize: jitted (x, x_offs, block, offs): blck_size f32 to the bytes of a block.
+        quantize: jitted (x, x_offs, block, offs): blck_size f32, at byte x_offs of the bytes x, to the type_size bytes
+            of a block, at byte offs; it sets all of them. `gg.check_type` finds out if one of the functions goes wrong.
         scale: jitted (block, offs, group) -> f32; a block of zeros must have scales of zero.
         code: jitted (block, offs, k) -> integer below 2^bits.
         group: weights that share a scale: 16, or a multiple of 32 that divides the block; None: all of the block.
