@@ -412,7 +412,8 @@ class Executable:
         where = f"{node.op.name}: node '{node.name}'"
         source = step.record.src[(status & 15) - 1] if 0 < status and (status & 15) <= len(step.record.src) else None
         if source is None:
-            return RuntimeError(f"{where}: kernel {step.kernel.name} must return 0, got status {status}")
+            got = "an exception raised in it" if status == -1 else f"status {status}"
+            return RuntimeError(f"{where}: kernel {step.kernel.name} must return 0, got {got}")
         position = status >> 4
         value = source.numpy().reshape(-1)[position]
         return IndexError(

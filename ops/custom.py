@@ -97,7 +97,8 @@ def map_custom1(a: Tensor, fun: Callable[..., Any], n_tasks: int = -1, *, inplac
 
     Args:
         a: any type and layout; the function honours its strides.
-        fun: (dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, ith, nth).
+        fun: (dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, ith, nth); compiled by Numba, so it must keep to what that
+            takes, and not raise.
         n_tasks: at most so many threads call it; -1: all.
         inplace: put the result where `a` lies.
         reference: (node, a) -> result, NumPy arrays as `Op.reference` takes.

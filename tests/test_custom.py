@@ -80,3 +80,14 @@ def test_errors():
     with pytest.raises(NotImplementedError, match="map_custom1: a backward rule must be given"):
         node = ops.map_custom1(x, count_calls)
         node.op.backward_for(node, x, (True,))
+
+
+def test_an_exception_in_a_function_is_told():
+    def failing(dst, dst_ne, dst_nb, src0, src0_ne, src0_nb, ith, nth):
+        if dst_ne[0] == 3:
+            raise KeyError("boom")
+
+    with gg.Context(1 << 20):
+        y = gg.map_custom1(gg.from_numpy(np.ones(3, np.float32)), failing)
+        with pytest.raises(RuntimeError, match=r"kernel custom_function must return 0, got an exception raised in it"):
+            gg.build(y).compute()
