@@ -29,14 +29,17 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from ggjit.arguments import check_kinds
 from ggjit.backend import Buffer, BufferType, init_view, tensor_alloc
 from ggjit.op import NONE
 from ggjit.plan import Placement, Plan, Tensors, kept_of, shapes_of, takes_over
 from ggjit.readable import forget
 from ggjit.tensor import FLAG_INPUT, FLAG_OUTPUT, Tensor
 
+_BUFFER_TYPE = "a BufferType such as gg.backend.host_buffer_type()"
 _OPEN = 1 << 62  # size of the last free block: memory that no tensor has reached yet
 
 
@@ -53,6 +56,7 @@ class TensorAllocator:
     """
 
     def __init__(self, buffer: Buffer) -> None:
+        check_kinds("TensorAllocator", Buffer, "a Buffer such as BufferType.new_buffer makes", buffer=buffer)
         self.buffer = buffer
         self.offset = -buffer.base % buffer.type.alignment
 
@@ -288,6 +292,17 @@ class _Planner:
         return Plan(placements, chunks, self.n_leafs, self.shapes, self.wanted_ids, best_fit)
 
 
+def _listed(types: Any) -> Iterable[Any]:
+    if not isinstance(types, Iterable) or isinstance(types, str):
+        check_kinds("GraphAllocator", BufferType, _BUFFER_TYPE, types=types)
+    return types  # type: ignore[no-any-return]
+
+
+def _check_graph(graph: Any) -> None:
+    if not hasattr(graph, "leafs"):  # a `GraphView` will do
+        raise TypeError(f"GraphAllocator: graph must be a Graph, got {type(graph).__name__}; gg.build makes one")
+
+
 class GraphAllocator:
     """Plans and holds the memory of graphs' intermediates.
 
@@ -300,11 +315,17 @@ class GraphAllocator:
         chunks: for each type its buffers: none where a plan needs no memory, several where it needs more than one may
             hold.
 
+    Raises:
+        TypeError: a type is no BufferType.
+        ValueError: no type is given.
+
     Source: ggml_gallocr.
     """
 
     def __init__(self, types: BufferType | Sequence[BufferType]) -> None:
-        self.types: tuple[BufferType, ...] = (types,) if isinstance(types, BufferType) else tuple(types)
+        self.types: tuple[BufferType, ...] = (types,) if isinstance(types, BufferType) else tuple(_listed(types))
+        for i, one in enumerate(self.types):
+            check_kinds("GraphAllocator", BufferType, _BUFFER_TYPE, **{f"types[{i}]": one})
         if not self.types:
             raise ValueError("GraphAllocator: at least one buffer type must be given, got none")
         self.chunks: list[list[Buffer]] = [[] for _ in self.types]
@@ -334,6 +355,7 @@ class GraphAllocator:
         self, graph: Tensors, node_ids: Sequence[int] | None = None, leaf_ids: Sequence[int] | None = None
     ) -> Plan:
         """Plan a graph without keeping the plan or allocating anything; see `reserve`."""
+        _check_graph(graph)
         plan = _Planner(graph, self.types, self._is_own, node_ids, leaf_ids).run()
         plan.pack([type.max_size for type in self.types])
         return plan
@@ -378,6 +400,7 @@ class GraphAllocator:
             node_ids: as in `reserve`; by default those of the plan.
             leaf_ids: the same for each leaf.
         """
+        _check_graph(graph)
         if self.plan is None:
             return "nothing is planned yet"
         ids = None

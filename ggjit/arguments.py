@@ -21,6 +21,7 @@ from ggjit.types import Type
 
 _Builder = TypeVar("_Builder", bound=Callable[..., Any])
 _WIDTH = 60  # characters of a value in an error
+MAX_THREADS = 512
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "Tensor": (Tensor, "a Tensor"),
     "Type": (Type, "a Type such as gg.F32"),
@@ -44,6 +45,52 @@ def check_kinds(where: str, kinds: type | tuple[type, ...], must: str, **values:
     for name, value in values.items():
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise TypeError(f"{where}: {name} must be {must}, got {_shown(value)}")
+
+
+def check_positive(where: str, **values: int | None) -> None:
+    """Check sizes that may be left out: one error for the first that is not positive.
+
+    Raises:
+        TypeError: a value is no whole number.
+        ValueError: a value is below 1.
+    """
+    for name, value in values.items():
+        if value is None:
+            continue
+        check_kinds(where, numbers.Integral, "a whole number", **{name: value})
+        if value < 1:
+            raise ValueError(f"{where}: {name} must be positive, got {value}")
+
+
+def check_threads(where: str, n_threads: int, name: str = "n_threads") -> int:
+    """A number of threads that a function was given.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is not 1 to 512.
+    """
+    check_kinds(where, numbers.Integral, "a whole number", **{name: n_threads})
+    if not 1 <= n_threads <= MAX_THREADS:
+        raise ValueError(f"{where}: {name} must be 1 to {MAX_THREADS}, got {n_threads}")
+    return int(n_threads)
+
+
+def tensors_of(where: str, name: str, value: Any) -> list[Tensor]:
+    """Tensors that a function was given as a list or another iterable.
+
+    Raises:
+        TypeError: `value` is none, or an element of it is no Tensor.
+    """
+    try:
+        found = None if isinstance(value, (str, bytes, np.ndarray)) else list(value)
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"{where}: {name} must be a list of Tensors, got {_described(value)}")
+    for i, one in enumerate(found):
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{where}: {name}[{i}] must be a Tensor, got {_described(one)}")
+    return found
 
 
 def check_texts(where: str, must: str, **values: Any) -> None:

@@ -77,7 +77,7 @@ class Context:
         prec: 0, or 10 for GGML_PREC_F32: of the products made in it whose builder is given none.
 
     Raises:
-        TypeError: `prec` is no whole number.
+        TypeError: `mem_size` or `prec` is no whole number, or `mem_buffer` no bytes.
         ValueError: `prec` is neither, `mem_size` is negative, or `mem_buffer` is too small, read-only or not aligned.
         MemoryError: there is not as much memory.
 
@@ -89,12 +89,18 @@ class Context:
             raise TypeError(f"Context: prec must be a whole number, got {prec!r}")
         if prec not in (0, 10):  # GGML_PREC_DEFAULT, GGML_PREC_F32
             raise ValueError(f"Context: prec must be 0 or 10, got {prec}")
+        if not hasattr(mem_size, "__index__") or isinstance(mem_size, bool):
+            raise TypeError(f"Context: mem_size must be a whole number of bytes, got {mem_size!r}")
         if mem_size < 0:
             raise ValueError(f"Context: mem_size must not be negative, got {mem_size}")
         if mem_buffer is None:
             array = aligned_bytes(int(mem_size))
         else:
-            array = np.frombuffer(mem_buffer, np.uint8)
+            try:
+                array = np.frombuffer(mem_buffer, np.uint8)
+            except (AttributeError, TypeError, ValueError) as error:
+                text = f"Context: mem_buffer must be bytes without gaps, got {type(mem_buffer).__name__} ({error})"
+                raise TypeError(text) from None
             if not array.flags.writeable or array.nbytes < mem_size or array.ctypes.data % MEM_ALIGN:
                 given = (
                     f"{array.nbytes} bytes at {array.ctypes.data:#x}{'' if array.flags.writeable else ', read-only'}"

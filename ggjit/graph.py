@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggjit import context as _context
+from ggjit.arguments import check_kinds, check_threads, tensors_of
 from ggjit.context import GRAPH, OBJECT_SIZE
 from ggjit.counts import counted
 from ggjit.op import NONE
@@ -73,6 +75,7 @@ class Graph:
     Raises:
         RuntimeError: no context is open.
         OutOfArena: the arena is full.
+        TypeError: the size is no whole number.
         ValueError: the size is negative, or absurd.
 
     Source: ggml_new_graph_custom.
@@ -82,6 +85,7 @@ class Graph:
 
     def __init__(self, size: int = DEFAULT_SIZE, grads: bool = False) -> None:
         self.context = _context.current("Graph")
+        check_kinds("Graph", Integral, "a whole number", size=size)
         self.size, self.has_grads = size, grads
         if not 0 <= size <= _PRIMES[-1] // 2:
             raise ValueError(f"Graph: size must be 0 to {_PRIMES[-1] // 2}, got {size}")
@@ -105,10 +109,12 @@ class Graph:
             The graph.
 
         Raises:
+            TypeError: `tensor` is no Tensor.
             ValueError: more nodes or leafs than the graph has room for.
 
         Source: ggml_build_forward_expand.
         """
+        check_kinds("build_forward_expand", Tensor, "a Tensor", tensor=tensor)
         uses, before = self.use_counts, len(self.nodes)
         if tensor in uses:
             return self
@@ -277,27 +283,35 @@ class Graph:
             The graph.
 
         Raises:
-            ValueError: a tensor to keep is not in the graph, or lies in memory that another allocator has planned to
-                reuse.
+            TypeError: `n_threads` is no whole number, or what to keep is no tensor.
+            ValueError: `n_threads` is not 1 to 512; a tensor to keep is not in the graph, or lies in memory that
+                another allocator has planned to reuse.
             NotImplementedError: no kernel takes a node.
             IndexError: an index of a node is out of range.
         """
         from ggjit.threadpool import default_threads
 
-        n = n_threads if n_threads is not None else default_threads()
-        if keep or debug:
-            self._keep([*keep, *(self.nodes if debug else ())])
+        n = default_threads() if n_threads is None else check_threads("compute", n_threads)
+        wanted = tensors_of("compute", "keep", keep)
+        if wanted or debug:
+            self._keep([*wanted, *(self.nodes if debug else ())])
         self._executable(n, fuse).run()
         return self
 
     def compute_with_ctx(self, context: Context, n_threads: int = 1) -> Graph:
         """Compute all nodes, with the scratch memory of their kernels taken from a context.
 
+        Raises:
+            TypeError: `context` is no Context, or `n_threads` no whole number.
+            ValueError: `n_threads` is not 1 to 512.
+            OutOfArena: the scratch memory does not fit.
+
         Source: ggml_graph_compute_with_ctx.
         """
         from ggjit.lower import lower
 
-        lower(self, n_threads, work_context=context).run()
+        check_kinds("compute_with_ctx", _context.Context, "a Context", context=context)
+        lower(self, check_threads("compute_with_ctx", n_threads), work_context=context).run()
         return self
 
     def _executable(self, n_threads: int, fuse: bool | None = None) -> Executable:
@@ -377,8 +391,25 @@ class Graph:
 
 
 def build(results: Sequence[Tensor] | Tensor, size: int = DEFAULT_SIZE) -> Graph:
-    """A graph of some results, in the innermost context."""
+    """A graph of some results, in the innermost context.
+
+    Args:
+        results: tensors to compute; with what they need, sources first, they are the graph's nodes.
+        size: most nodes, and most leafs, that the graph has room for. It takes `graph_overhead(size)` bytes of the
+            context: 82608 for the default 2048, so that `Context(1 << 20)` holds a dozen such graphs; a small graph
+            that is built often, or in a small context, takes a small one.
+
+    Returns:
+        The graph; `compute` runs it.
+
+    Raises:
+        RuntimeError: no context is open.
+        OutOfArena: the context has no room for it.
+        TypeError: a result is no Tensor.
+        ValueError: more nodes or leafs than `size`.
+    """
+    found = [results] if isinstance(results, Tensor) else tensors_of("build", "results", results)
     graph = Graph(size)
-    for t in [results] if isinstance(results, Tensor) else results:
+    for t in found:
         graph.build_forward_expand(t)
     return graph

@@ -16,11 +16,13 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
 
 from ggjit import types
+from ggjit.arguments import check_kinds, check_threads
 from ggjit.context import Context, aligned_bytes, tensor_overhead
 from ggjit.cpu import cpu_level
 from ggjit.jit import Kernel, kernel, lazy_module
@@ -119,17 +121,16 @@ class Meter:
         buffer_nbytes: bytes to read, by default 8 times the last-level cache.
 
     Raises:
-        ValueError: fewer than 1 thread, or a buffer below 1 MiB.
+        TypeError: an argument is no whole number.
+        ValueError: `threads` is not 1 to 512, or a buffer below 1 MiB.
     """
 
     def __init__(self, threads: int | None = None, buffer_nbytes: int | None = None) -> None:
-        self.threads = default_threads() if threads is None else threads
+        self.threads = default_threads() if threads is None else check_threads("Meter", threads, "threads")
         self.buffer_nbytes = _buffer_nbytes() if buffer_nbytes is None else buffer_nbytes
-        if self.threads < 1 or self.buffer_nbytes < 1 << 20:
-            raise ValueError(
-                f"Meter: threads must be at least 1 and buffer_nbytes at least {1 << 20}, "
-                f"got {self.threads} and {self.buffer_nbytes}"
-            )
+        check_kinds("Meter", Integral, "a whole number", buffer_nbytes=self.buffer_nbytes)
+        if self.buffer_nbytes < 1 << 20:
+            raise ValueError(f"Meter: buffer_nbytes must be at least {1 << 20}, got {self.buffer_nbytes}")
         self._buffer = aligned_bytes(self.buffer_nbytes, PAGE)
         self._buffer[::64] = 1  # a page of its own everywhere: untouched ones are all the same page of zeros
         self._small = aligned_bytes(PAGE * (self.threads + 1), PAGE)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.arguments import check_threads
 from ggjit.types import Type
 
 __all__ = ["dequantize_rows", "quantize_rows"]
@@ -42,6 +43,7 @@ def quantize_rows(
         ValueError: n is no multiple of the type's block, the shape of `imatrix` does not fit, or the type needs one.
         NotImplementedError: nothing here makes the type.
     """
+    n_threads = check_threads("quantize_rows", n_threads)
     if rows.ndim != 2:
         raise ValueError(f"quantize_rows: rows must have 2 dimensions, got {list(rows.shape)}")
     if imatrix is not None and imatrix.shape != (rows.shape[1],):
@@ -70,6 +72,7 @@ def dequantize_rows(type: Type, rows: NDArray[np.uint8], n_threads: int = 1) -> 
         ValueError: rows are not whole blocks.
         NotImplementedError: nothing here decodes the type.
     """
+    n_threads = check_threads("dequantize_rows", n_threads)
     if rows.ndim != 2 or rows.shape[1] % type.type_size:
         raise ValueError(
             f"dequantize_rows: rows must have a shape (rows, multiple of {type.type_size}), got {list(rows.shape)}"

@@ -208,6 +208,15 @@ class SchedGraph:
         return "\n".join(lines)
 
 
+def _backends(given: Sequence[Backend]) -> tuple[Backend, ...]:
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not all(hasattr(one, "supports_buffer_type") for one in given):
+        raise TypeError(
+            f"Scheduler: backends must be a list of Backends, got {given!r}; `new_backend` of a device makes one"
+        )
+    return tuple(given)
+
+
 class Scheduler:
     """Computes graphs on several backends.
 
@@ -222,6 +231,7 @@ class Scheduler:
         current: the graph split last, None after `reset`.
 
     Raises:
+        TypeError: a backend is none.
         ValueError: no backend, too many, the last one is not the CPU, a type that its backend cannot read, or so many
             copies.
 
@@ -230,7 +240,7 @@ class Scheduler:
 
     def __init__(self, backends: Sequence[Backend], types: Sequence[BufferType] | None = None, op_offload: bool = True,
                  max_inputs: int = MAX_SPLIT_INPUTS, n_copies: int = 1) -> None:  # fmt: skip
-        self.backends = tuple(backends)
+        self.backends = _backends(backends)
         names = [b.name for b in self.backends]
         if not 1 <= len(names) <= MAX_BACKENDS or names[-1] != "cpu":
             raise ValueError(f"Scheduler: backends must be 1 to {MAX_BACKENDS}, the last one the CPU, got {names}")

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ggjit import placement, program
 from ggjit import shared_state as shared
+from ggjit.arguments import MAX_THREADS, check_threads
 from ggjit.jit import compile_all, words
 from ggjit.parallel_compile import WORKER
 from ggjit.shared_state import (
@@ -44,7 +45,6 @@ from ggjit.shared_state import (
 BARRIER_SPIN_NS = 200_000
 LOOK_SPIN_NS = 100_000  # waiting so long threads look whether they share a CPU
 IDLE_SPIN_NS = 500_000
-MAX_THREADS = 512
 _STOP = -1
 
 
@@ -98,12 +98,14 @@ class Pool:
 
     Args:
         n_threads: threads in all.
+
+    Raises:
+        TypeError: `n_threads` is no whole number.
+        ValueError: it is not 1 to 512.
     """
 
     def __init__(self, n_threads: int) -> None:
-        if not 1 <= n_threads <= MAX_THREADS:
-            raise ValueError(f"Pool: n_threads must be 1 to {MAX_THREADS}, got {n_threads}")
-        self.n_threads = n_threads
+        self.n_threads = check_threads("Pool", n_threads)
         compile_all(COMPILED)
         self._worker = worker.c_function
         self._start()
@@ -215,7 +217,13 @@ _pools_lock = threading.Lock()
 
 
 def get_pool(n_threads: int) -> Pool:
-    """Return the process's pool of n threads; made at the first call."""
+    """Return the process's pool of n threads; made at the first call.
+
+    Raises:
+        TypeError: `n_threads` is no whole number.
+        ValueError: it is not 1 to 512.
+    """
+    n_threads = check_threads("get_pool", n_threads)
     with _pools_lock:
         if n_threads not in _pools:
             _pools[n_threads] = Pool(n_threads)

@@ -419,6 +419,24 @@ def test_what_a_view_shows_lives_as_long_as_the_view_is_read() -> None:
     assert clash == [] or all(at[t].first > at[a].last for t in clash)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("cpu", "types must be a BufferType such as gg.backend.host_buffer_type(), got 'cpu'"),
+        (5, "types must be a BufferType such as gg.backend.host_buffer_type(), got 5"),
+        ([host_buffer_type(), None], "types[1] must be a BufferType such as gg.backend.host_buffer_type(), got None"),
+    ],
+)
+def test_what_is_no_buffer_type(given: object, text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        GraphAllocator(given)
+    assert str(raised.value) == f"GraphAllocator: {text}"
+    with pytest.raises(TypeError, match=r"^TensorAllocator: buffer must be a Buffer such as"):
+        TensorAllocator(given)
+    with pytest.raises(TypeError, match=r"^GraphAllocator: graph must be a Graph, got"):
+        GraphAllocator(host_buffer_type()).alloc_graph(given)
+
+
 def test_a_view_of_something_unknown_is_an_error() -> None:
     with room():
         a = gg.new_tensor(types.F32, 8, name="hidden")

@@ -254,6 +254,22 @@ def test_s106_no_numba_at_import() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: gg.Context("a"), "Context: mem_size must be a whole number of bytes, got 'a'"),
+        (lambda: gg.Context(2.5), "Context: mem_size must be a whole number of bytes, got 2.5"),
+        (lambda: gg.Context(True), "Context: mem_size must be a whole number of bytes, got True"),
+        (lambda: gg.Context(100, "a"), "Context: mem_buffer must be bytes without gaps, got str"),
+        (lambda: gg.Context(8, np.zeros(16, np.uint8)[::2]), "Context: mem_buffer must be bytes without gaps, got"),
+    ],
+)
+def test_sizes_and_memory_of_the_wrong_kind(call, text) -> None:
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert str(raised.value).startswith(text)
+
+
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="Context: mem_size must not be negative, got -1"):
         gg.Context(-1)

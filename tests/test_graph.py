@@ -115,6 +115,32 @@ def test_full_graph_is_an_error(context: gg.Context) -> None:
         Graph(1).build_forward_expand(gg.add(a, b))
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (np.ones(3), "results must be a list of Tensors, got an array of shape (3,); use gg.from_numpy"),
+        ("a", "results must be a list of Tensors, got 'a'"),
+        (None, "results must be a list of Tensors, got None"),
+        (5, "results must be a list of Tensors, got 5"),
+        ([None], "results[0] must be a Tensor, got None"),
+        ([np.ones((2, 2))], "results[0] must be a Tensor, got an array of shape (2, 2); use gg.from_numpy"),
+    ],
+)
+def test_results_are_tensors(context: gg.Context, given: object, text: str) -> None:
+    used = context.used_mem()
+    with pytest.raises(TypeError) as raised:
+        gg.build(given)
+    assert str(raised.value) == f"build: {text}" and context.used_mem() == used
+    x = gg.new_tensor(gg.F32, 2).set(2.0)
+    graph = gg.build((t for t in [x * x]), 8)
+    with pytest.raises(TypeError, match=r"^compute: keep"):
+        graph.compute(keep=given)
+    with pytest.raises(TypeError, match=r"^build_forward_expand: tensor must be a Tensor, got"):
+        graph.build_forward_expand(given)
+    with pytest.raises(TypeError, match=r"^Graph: size must be a whole number, got 2\.5$"):
+        gg.Graph(2.5)
+
+
 def test_get_tensor(context: gg.Context) -> None:
     a, b = gg.new_tensor(types.F32, 4, name="a"), gg.new_tensor(types.F32, 4, name="b")
     c = gg.add(a, b).set_name("a")

@@ -108,7 +108,9 @@ def test_buffer_exceeds_the_cache():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="threads must be at least 1"):
+    with pytest.raises(ValueError, match=r"^Meter: threads must be 1 to 512, got 0$"):
         limits.Meter(0)
+    with pytest.raises(ValueError, match=r"^Meter: buffer_nbytes must be at least 1048576, got 5$"):
+        limits.Meter(1, 5)
     with pytest.raises(ValueError, match="what must be among"):
         limits.measure(1, ["writes"])

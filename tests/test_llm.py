@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ggjit as gg
+from ggjit import fetch
 from ggjit.dev.cases import nmse
 from ggjit.gguf import GgufFile
 from ggjit.llm.context import DecodeContext
@@ -265,6 +266,30 @@ def test_arguments_of_other_calls_are_of_a_kind(llm, call, text):
     with pytest.raises(TypeError) as raised:
         call(llm)
     assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize(("name", "given"), [("n_ctx", -1), ("n_ctx", 0), ("n_ubatch", 0), ("n_threads", 0)])
+def test_only_the_wrong_size_is_named(llm, name, given):
+    must = "1 to 512" if name == "n_threads" else "positive"
+    for where, call in (("LLM", gg.LLM), ("estimate", estimate)):
+        with pytest.raises(ValueError) as raised:
+            call(llm.model.path, **{name: given})
+        assert str(raised.value) == f"{where}: {name} must be {must}, got {given}"
+    with pytest.raises(ValueError, match=rf"^DecodeContext: {name} must be {must}, got {given}$"):
+        DecodeContext(llm.model, **{"n_ctx": 64, "n_threads": 1, name: given})
+
+
+def test_a_model_is_named_as_for_the_commands(llm, monkeypatch, tmp_path):
+    monkeypatch.setattr(fetch, "pull", lambda name, progress: {"tiny": Path(llm.model.path)}[name])
+    with gg.LLM("tiny", n_ctx=256, n_threads=1, progress=False) as found:
+        assert found.model.path == llm.model.path
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match=r"^pull: the model must be a file, hf:.* or one of \['smollm2', .*, got 'smol'"
+    ):
+        gg.LLM("smol")
+    with pytest.raises(FileNotFoundError):
+        gg.LLM(tmp_path / "smollm2")
 
 
 def test_precision_f32_is_that_of_the_weights():

@@ -15,8 +15,11 @@ from test_program import Build, mark, mix
 
 import ggjit as gg
 from ggjit import placement, shared_state, threadpool
+from ggjit.backends.cpu import DEVICE
 from ggjit.barriers import BARRIER
 from ggjit.jit import words
+from ggjit.limits import Meter
+from ggjit.quantize import dequantize_rows
 from ggjit.threadpool import Pool, default_threads, get_pool, threads_found
 
 
@@ -38,6 +41,31 @@ def test_a_pool_is_shared():
     assert get_pool(2) is not get_pool(1)
     with pytest.raises(ValueError, match="1 to 512, got 0"):
         Pool(0)
+
+
+@pytest.mark.parametrize("where", ["compute", "compute_with_ctx", "get_pool", "CpuBackend", "Meter", "dequantize_rows"])
+def test_a_number_of_threads_is_checked_wherever_it_is_given(where):
+    with gg.Context(1 << 16) as context:
+        x = gg.new_tensor(gg.F32, 4).set(2.0)
+        graph = gg.build(x * x, 8)
+    call = {
+        "compute": graph.compute,
+        "compute_with_ctx": lambda n: graph.compute_with_ctx(context, n),
+        "get_pool": get_pool,
+        "CpuBackend": DEVICE.new_backend,
+        "Meter": Meter,
+        "dequantize_rows": lambda n: dequantize_rows(gg.F32, np.zeros((2, 8), np.uint8), n),
+    }[where]
+    name = "threads" if where == "Meter" else "n_threads"
+    graph.compute(1)  # a program for one thread must not serve True
+    for n in (0, -1, 513, 10**6):
+        with pytest.raises(ValueError, match=rf"^{where}: {name} must be 1 to 512, got {n}$"):
+            call(n)
+    for n in (2.5, 1.0, "a", True, [1]):
+        with pytest.raises(TypeError) as raised:
+            call(n)
+        assert str(raised.value) == f"{where}: {name} must be a whole number, got {n!r}"
+    assert graph.compute(np.int64(1)) is graph and graph.nodes[0].numpy().ravel()[0] == 4
 
 
 def test_programs_of_two_python_threads_run_one_after_the_other():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ggjit.arguments import check_threads
 from ggjit.backend import Buffer, BufferType, Bytes, Usage, as_bytes, buffer_from_array
 from ggjit.context import Context, aligned_bytes, tensor_overhead
 from ggjit.op import NONE
@@ -226,7 +227,8 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, device: CpuDevice, n_threads: int | None = None) -> None:
-        self.device, self.n_threads = device, n_threads
+        self.device = device
+        self.n_threads = None if n_threads is None else check_threads("CpuBackend", n_threads)
 
     def supports(self, node: Tensor) -> bool:
         """Is there a kernel for the node's types and layout?"""

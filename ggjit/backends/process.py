@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ggjit
+from ggjit.arguments import check_threads
 from ggjit.backend import (
     Buffer,
     BufferType,
@@ -318,7 +319,8 @@ class ProcessBackend:
     """
 
     def __init__(self, device: ProcessDevice, n_threads: int | None = 1) -> None:
-        self.device, self.n_threads, self.name = device, n_threads, device.name
+        self.device, self.name = device, device.name
+        self.n_threads = None if n_threads is None else check_threads("ProcessBackend", n_threads)
         self._graphs: weakref.WeakKeyDictionary[Graph, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
 
     def supports(self, node: Tensor) -> bool:

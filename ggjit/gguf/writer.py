@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.arguments import check_kinds
 from ggjit.counts import counted
 from ggjit.gguf.reader import ALIGNMENT, MAX_DIMS, MAX_KEY, MAX_NAME, Metadata, ValueType
 from ggjit.gguf.values import encode, string
@@ -110,6 +111,7 @@ class GgufWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> None:
+        check_kinds("GgufWriter", (str, os.PathLike), "a str or a path", path=path)
         self.path = os.fspath(path)
         self.alignment = ALIGNMENT
         self._progress = progress

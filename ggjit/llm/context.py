@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ggjit import garbage, ops, types
 from ggjit.alloc import GraphAllocator
-from ggjit.arguments import check_kinds
+from ggjit.arguments import check_kinds, check_positive, check_threads
 from ggjit.backend import Buffer, BufferType, host_buffer_type, new_buffer
 from ggjit.context import Context, tensor_overhead
 from ggjit.counts import counted
@@ -253,7 +253,8 @@ class DecodeContext:
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: a size is not positive, or the cache type or the precision is none of the two.
+        ValueError: a size is not positive, `n_threads` not 1 to 512, or the cache type or the precision
+            is none of the two.
     """
 
     def __init__(
@@ -266,12 +267,9 @@ class DecodeContext:
         prec: str = "default",
     ) -> None:
         kv_type = cache_type("DecodeContext", kv_type)
-        check_kinds("DecodeContext", Integral, "a whole number", n_ctx=n_ctx, n_threads=n_threads, n_ubatch=n_ubatch)
-        if n_ctx < 1 or n_ubatch < 1 or n_threads < 1:
-            raise ValueError(
-                f"DecodeContext: n_ctx, n_ubatch and n_threads must be positive, "
-                f"got {n_ctx}, {n_ubatch} and {n_threads}"
-            )
+        check_kinds("DecodeContext", Integral, "a whole number", n_ctx=n_ctx, n_ubatch=n_ubatch)
+        check_positive("DecodeContext", n_ctx=n_ctx, n_ubatch=n_ubatch)
+        n_threads = check_threads("DecodeContext", n_threads)
         check_precision("DecodeContext", prec)
         self.model, self.n_threads, self.n_ubatch, self.n_ctx, self.prec = model, n_threads, n_ubatch, n_ctx, prec
         self.cache = self._new_cache(kv_type)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
-from ggjit.arguments import check_kinds, check_texts
+from ggjit.arguments import check_kinds, check_positive, check_texts, check_threads
 from ggjit.backend import devices as all_devices
 from ggjit.jit import soon
 from ggjit.llm import choice, inputs
@@ -48,7 +48,7 @@ class LLM:
     Calls from several threads take turns; a generator that another call interrupts ends with an error.
 
     Args:
-        path: GGUF file.
+        path: GGUF file, or a name that `gg.pull` takes, such as "smollm2": it is fetched unless it is there.
         n_ctx: tokens of context, by default the smaller of the model's and 4096.
         n_threads: by default as many as the process may use.
         kv_type: of the KV cache, F16 or F32: the type or its name.
@@ -67,8 +67,9 @@ class LLM:
     Raises:
         GgufError: the file is not sound.
         NotImplementedError: no code for its architecture or tokenizer is there.
+        OSError: the file cannot be opened or fetched.
         TypeError: a parameter is of the wrong kind.
-        ValueError: a parameter is out of range.
+        ValueError: a parameter is out of range, or `path` is neither a file nor a known name.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class LLM:
         from ggjit.threadpool import default_threads
 
         check_kinds("LLM", Integral, "a whole number", n_ubatch=n_ubatch)
-        check_kinds("LLM", (Integral, NoneType), "a whole number", n_ctx=n_ctx, n_threads=n_threads)
+        check_positive("LLM", n_ctx=n_ctx, n_ubatch=n_ubatch)
+        n = default_threads() if n_threads is None else check_threads("LLM", n_threads)
         kv_type = cache_type("LLM", kv_type)
         check_precision("LLM", prec)
         soon(inputs.take, inputs.fill, choice.choose)  # what every token needs beside the graph
-        n = default_threads() if n_threads is None else n_threads
         others = all_devices()[:-1] if devices is None else devices
         self.model = Model(
             path, n_threads=n, repack=repack, progress=progress, mmap=mmap, mlock=mlock, devices=others,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from types import NoneType
 from typing import TYPE_CHECKING
 
 from ggjit import types
-from ggjit.arguments import check_kinds
+from ggjit.arguments import check_positive, check_threads
 
 if TYPE_CHECKING:
     from ggjit.backend import Device
@@ -86,10 +84,9 @@ def estimate(
     from ggjit.llm.model import Model
     from ggjit.threadpool import default_threads
 
-    given = {"n_ctx": n_ctx, "n_threads": n_threads, "n_ubatch": n_ubatch}
-    check_kinds("estimate", (Integral, NoneType), "a whole number", **given)
+    check_positive("estimate", n_ctx=n_ctx, n_ubatch=n_ubatch)
     kv_type = cache_type("estimate", kv_type)
-    n = default_threads() if n_threads is None else n_threads
+    n = default_threads() if n_threads is None else check_threads("estimate", n_threads)
     model = Model(
         path, n_threads=n, repack=repack, progress=False, mmap=mmap, devices=devices, n_gpu_layers=n_gpu_layers,
         overrides=overrides, no_alloc=True,

@@ -16,11 +16,20 @@ from ggjit.tensor import Tensor
 from ggjit.unbacked import unbacked_buffer
 
 
+def _path_of(path: str | os.PathLike[str], progress: bool) -> str | os.PathLike[str]:
+    """Where a model lies that may be named as for the commands."""
+    if not isinstance(path, str) or os.path.exists(path):
+        return path
+    from ggjit.fetch import pull
+
+    return pull(path, progress)
+
+
 class Model:
     """The weights of a GGUF file, ready for any number of contexts.
 
     Args:
-        path: the file (or any part of a split model).
+        path: the file (or any part of a split model), or a name that `ggjit.fetch.pull` takes.
         n_threads: that pack weights.
         repack: pack matrices into panels; without it kernels read the mapped file.
         progress: show a bar while packing, if stderr is a terminal.
@@ -66,6 +75,7 @@ class Model:
         overrides: Mapping[str, Device | str] | None = None,
         no_alloc: bool = False,
     ) -> None:
+        path = _path_of(path, progress)
         self.file = GgufFile(path, mmap)
         self.path, self.no_alloc = os.fspath(path), no_alloc
         cls = models.get(architecture_of(self.file))

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggjit import types
+from ggjit.arguments import check_threads
 from ggjit.gguf import GgufFile, GgufWriter, ValueType, check_another
 from ggjit.gguf.reader import TensorInfo
 from ggjit.llm.imatrix_file import Imatrix, read_imatrix
@@ -230,6 +231,7 @@ def quantize_model(
         ValueError, GgufError: see `plan`; `out` is the model itself.
         OSError: a file cannot be read or written.
     """
+    n_threads = check_threads("quantize", n_threads)
     matrix = None if imatrix is None else read_imatrix(imatrix)
     with GgufFile(path) as file:
         for mapping in file.mappings:
