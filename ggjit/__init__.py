@@ -100,7 +100,11 @@ def __getattr__(name: str) -> Any:
     types = importlib.import_module("ggjit.types")
     if name in types.all_names():
         return types.by_name(name)
-    raise AttributeError(f"module 'ggjit' has no attribute {name!r}")
+    if name.startswith("_"):
+        raise AttributeError(f"module 'ggjit' has no attribute {name!r}")
+    from ggjit.name_hints import missing_of_module
+
+    raise AttributeError(missing_of_module(name, __dir__()))
 
 
 def __dir__() -> list[str]:

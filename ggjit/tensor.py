@@ -19,14 +19,14 @@ import math
 import operator
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ggjit import context as _context
+from ggjit import name_hints, tensor_values
 from ggjit import op as _op
-from ggjit import tensor_values
 from ggjit import types as _types
 from ggjit.context import TENSOR, TENSOR_SIZE, Context
 from ggjit.op import NONE, Op, Params
@@ -142,6 +142,8 @@ class Tensor:
 
     @name.setter
     def name(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"Tensor: name must be a str, got {name!r}")
         data = name.encode()[: MAX_NAME - 1].decode("utf-8", "ignore").encode()
         at = self.offset + NAME_AT
         self.context.buffer[at : at + MAX_NAME] = data + bytes(MAX_NAME - len(data))
@@ -335,7 +337,8 @@ class Tensor:
         return _binary("sub", self, other)
 
     def __rsub__(self, other: float) -> Tensor:
-        return _binary("add", -self, other)
+        value = _number("sub", other)
+        return NotImplemented if value is None else _binary("add", -self, value)
 
     def __mul__(self, other: Tensor | float) -> Tensor:
         return _binary("mul", self, other)
@@ -346,8 +349,36 @@ class Tensor:
     def __truediv__(self, other: Tensor | float) -> Tensor:
         return _binary("div", self, other)
 
+    def __rtruediv__(self, other: float) -> Tensor:
+        value = _number("div", other)
+        return NotImplemented if value is None else _divided(value, self)
+
     def __neg__(self) -> Tensor:
         return _binary("mul", self, -1.0)
+
+    # -- what a tensor has not, with a hint --------------------------------------------------------------------------
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        raise TypeError("Tensor: values must be had by t.numpy(), got a tensor where NumPy wants an array")
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        raise TypeError("@: products must be made by gg.mul_mat(w, x), got the operator; w.ne[0] must be x.ne[0]")
+
+    __rmatmul__ = __matmul__
+
+    def __pow__(self, other: Any) -> NoReturn:
+        raise TypeError("**: powers must be made by gg.sqr, gg.sqrt, gg.exp and gg.log, got the operator")
+
+    __rpow__ = __pow__
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError("[]: elements must be had by t.numpy()[...], parts by gg.view_2d or gg.get_rows, got an index")
+
+    def __setitem__(self, index: Any, values: Any) -> NoReturn:
+        raise TypeError("[]: elements must be set by t.set(values), parts by t.numpy()[...] = values, got an index")
+
+    def __dir__(self) -> list[str]:
+        return [name for name in object.__dir__(self) if name not in name_hints.TENSOR]
 
     def _repr_html_(self) -> str:
         from ggjit.show.html import tensor
@@ -363,6 +394,10 @@ class Tensor:
         return f"Tensor('{self.name}' {self.type.name}, ne {ne}, shape {tuple(reversed(ne))}{layout}){made}"
 
 
+for _name in name_hints.TENSOR:
+    setattr(Tensor, _name, name_hints.Missing(_name))
+
+
 def _label(t: Tensor) -> str:
     return f"'{t.name}'" if t.name else t.op.name if t.op is not NONE else t.type.name
 
@@ -372,12 +407,34 @@ def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
 
     if isinstance(b, Tensor):
         return getattr(ops, name)(a, b)  # type: ignore[no-any-return]
-    if not isinstance(b, (int, float, np.number)):
+    value = _number(name, b)
+    if value is None:
         return NotImplemented
-    value = float(b)
     if name in ("mul", "div"):
         return ops.scale_bias(a, value if name == "mul" else 1.0 / value, 0.0)
     return ops.scale_bias(a, 1.0, value if name == "add" else -value)
+
+
+def _number(name: str, value: Any) -> float | None:
+    """An operand that is a number; None for what an operator does not know."""
+    if isinstance(value, (int, float, np.number)):
+        return float(value)
+    if isinstance(value, np.ndarray):
+        raise TypeError(
+            f"{name}: operands must be Tensors or numbers, got an array of shape {value.shape}; use "
+            "gg.from_numpy(array), or t.numpy() once it is computed"
+        )
+    return None
+
+
+def _divided(value: float, t: Tensor) -> Tensor:
+    """value / t: ggml has no op for it, and a leaf of one number has no gradient to be in the way."""
+    from ggjit import ops
+
+    type = t.type if t.type in (_types.F16, _types.BF16) else _types.F32
+    number = from_numpy(np.array([value], np.float32), type)
+    quotient: Tensor = ops.div(ops.repeat(number, t), t)
+    return quotient
 
 
 # -- creation --------------------------------------------------------------------------------------------------------

@@ -116,3 +116,27 @@ def test_builders_can_be_pickled():
 def test_builders_keep_names_and_documentation():
     assert ops.add.__name__ == "add" and ops.add.__doc__.startswith("Add `b` to `a`")
     assert list(inspect.signature(ops.add).parameters) == ["a", "b", "inplace"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("scale_inplace", ": pass inplace=True to gg.scale"),
+        ("soft_max_inplace", ": pass inplace=True to gg.soft_max"),
+        ("mul_mat_inplace", ": gg.mul_mat has no form in place"),
+        ("new_tensor_2d", ": use gg.new_tensor(type, ne0, ...), innermost size first"),
+        ("new_graph", ": use gg.build(results), or gg.Graph()"),
+        ("ggml_mul_mat", ": use gg.mul_mat"),
+        ("ggml_init", ": use gg.Context(mem_size)"),
+        ("graph_compute", ": use graph.compute of a Graph, such as gg.build makes"),
+        ("set_param", ": use t.set_param of a Tensor"),
+        ("softmax", "; closest: soft_max"),
+        ("tensr", "; closest: Tensor, new_tensor"),
+        ("nothing_like_it", ""),
+        ("_private", ""),
+    ],
+)
+def test_missing_names_say_what_to_use(name, hint):
+    with pytest.raises(AttributeError) as raised:
+        getattr(gg, name)
+    assert str(raised.value) == f"module 'ggjit' has no attribute {name!r}{hint}"

@@ -329,13 +329,73 @@ def test_operators_with_numbers_and_arrays(context: gg.Context) -> None:
     a = gg.from_numpy(np.float32([1, 2, 4]))
     for made, want in (
         (1 - a, [0, -1, -3]), (a - 1, [0, 1, 3]), (np.float32(2) * a, [2, 4, 8]), (np.float64(2) - a, [1, 0, -2]),
-        (a / 2, [0.5, 1, 2]), (-a, [-1, -2, -4]),
+        (a / 2, [0.5, 1, 2]), (-a, [-1, -2, -4]), (1 / a, [1, 0.5, 0.25]), (np.float32(3) / a, [3, 1.5, 0.75]),
     ):  # fmt: skip
         gg.build(made).compute(1)
         assert made.numpy().ravel().tolist() == want
-    for wrong in (lambda: a + np.ones(3), lambda: np.ones(3) * a, lambda: a - "x", lambda: 1 / a):
-        with pytest.raises(TypeError):
+    made = 1.0 / gg.cast(a, types.F16)
+    gg.build(made).compute(1)
+    assert made.type is types.F16 and made.numpy().ravel().tolist() == [1, 0.5, 0.25]
+    used = context.used_mem()
+    for wrong in (lambda: a - "x", lambda: "x" - a, lambda: "x" / a):
+        with pytest.raises(TypeError, match="unsupported operand"):
             wrong()
+    assert context.used_mem() == used
+
+
+def test_a_number_by_a_parameter_has_a_gradient(context: gg.Context) -> None:
+    a = gg.from_numpy(np.float32([1, 2, 4])).set_param()
+    graph = gg.Graph(64, grads=True).build_forward_expand(gg.sum(2.0 / a).set_loss()).build_backward_expand()
+    graph.reset().compute(1)
+    np.testing.assert_allclose(graph.grad(a).numpy().ravel(), [-2, -0.5, -0.125], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("add", lambda t, a: t + a), ("add", lambda t, a: a + t), ("sub", lambda t, a: t - a),
+        ("sub", lambda t, a: a - t), ("mul", lambda t, a: t * a), ("mul", lambda t, a: a * t),
+        ("div", lambda t, a: t / a), ("div", lambda t, a: a / t),
+    ],
+)  # fmt: skip
+def test_arrays_and_tensors_meet_in_one_error(context: gg.Context, op, call) -> None:
+    t = gg.new_tensor(types.F32, 4, 3)
+    with pytest.raises(TypeError) as raised:
+        call(t, np.ones((3, 4), np.float32))
+    assert str(raised.value) == (
+        f"{op}: operands must be Tensors or numbers, got an array of shape (3, 4); use gg.from_numpy(array), or "
+        "t.numpy() once it is computed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda t: np.asarray(t), r"t\.numpy\(\)"), (lambda t: np.array([t, t]), r"t\.numpy\(\)"),
+        (lambda t: np.asarray(t, np.float32), r"t\.numpy\(\)"), (lambda t: gg.from_numpy(t), r"t\.numpy\(\)"),
+        (lambda t: t @ t, r"gg\.mul_mat"), (lambda t: np.ones((4, 4)) @ t, r"gg\.mul_mat"),
+        (lambda t: t**2, r"gg\.sqr"), (lambda t: 2**t, r"gg\.sqr"), (lambda t: t[0], r"t\.numpy\(\)\[\.\.\.\]"),
+        (lambda t: list(t), r"t\.numpy\(\)"), (lambda t: t.__setitem__(0, 1), r"t\.set\(values\)"),
+    ],
+)  # fmt: skip
+def test_operators_that_are_missing_say_what_to_use(context: gg.Context, call, hint) -> None:
+    with pytest.raises(TypeError, match=hint):
+        call(gg.new_tensor(types.F32, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("shape", r"t\.ne"), ("T", r"gg\.transpose"), ("reshape", r"gg\.reshape_2d")]
+)
+def test_members_of_arrays_say_what_to_use(context: gg.Context, name, hint) -> None:
+    t = gg.new_tensor(types.F32, 4, 3)
+    with pytest.raises(AttributeError, match=rf"^Tensor has no attribute '{name}': .*{hint}"):
+        getattr(t, name)
+    assert not hasattr(t, name) and name not in dir(t) and "ne" in dir(t)
+
+
+def test_a_name_is_text(context: gg.Context) -> None:
+    with pytest.raises(TypeError, match=r"^Tensor: name must be a str, got 5$"):
+        gg.new_tensor(types.F32, 4).set_name(5)
 
 
 def test_type_must_be_a_type(context: gg.Context) -> None:
