@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ggjit import ops, types
+from ggjit.name_hints import closest
 from ggjit.ops.glu import GATES
 from ggjit.ops.unary import FUNCTIONS
 from ggjit.tensor import Tensor
@@ -53,6 +54,19 @@ class Shape:
     is_default: bool = True
 
 
+def builder_name(where: str, op: Any) -> str:
+    """The name of a builder that a function was given, or its name.
+
+    Raises:
+        TypeError: `op` is neither.
+    """
+    if isinstance(op, str):
+        return op
+    if not callable(op) or not hasattr(op, "__name__"):
+        raise TypeError(f"{where}: op must be a builder such as gg.add, or its name, got {op!r}")
+    return str(op.__name__).rpartition(".")[2]  # `ops.norm` is a module
+
+
 def shapes(op: str | None = None, type: str | None = None, small: bool = False) -> list[Shape]:
     """Shapes to measure.
 
@@ -72,7 +86,7 @@ def shapes(op: str | None = None, type: str | None = None, small: bool = False) 
     every = [s for family in (*_FAMILIES, *FAMILIES) for s in family(small)]
     names = {s.name for s in every} | set(_GROUPS)
     if op is not None and op not in names:
-        raise ValueError(f"bench ops: op must be one of {', '.join(sorted(names))}, got {op!r}")
+        raise ValueError(f"bench ops: op must be one of {', '.join(sorted(names))}, got {op!r}{closest(op, names)}")
     if type is not None and type not in {s.type for s in every}:
         raise ValueError(f"bench ops: type must be one of {', '.join(sorted({s.type for s in every}))}, got {type!r}")
     wanted = {op, *_GROUPS.get(op or "", ())}

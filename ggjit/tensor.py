@@ -409,7 +409,7 @@ def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
         return getattr(ops, name)(a, b)  # type: ignore[no-any-return]
     value = _number(name, b)
     if value is None:
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     if name in ("mul", "div"):
         return ops.scale_bias(a, value if name == "mul" else 1.0 / value, 0.0)
     return ops.scale_bias(a, 1.0, value if name == "add" else -value)

@@ -70,8 +70,30 @@ def test_an_op_without_cases_is_refused(make):
     op.cases.clear()
     with pytest.raises(ValueError, match=r"check_op: an op must carry cases and a reference, got no cases"):
         gg.check_op(op)
-    with pytest.raises(ValueError, match=r"op\.by_name"):
-        gg.check_op("no such op")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("no such op", ""),
+        ("soft_mx", "; closest: soft_max, soft_max_ext, soft_max_back"),
+        ("softmax", "; closest: soft_max"),
+        ("silu", "; silu is checked as 'unary'"),
+        ("swiglu", "; swiglu is checked as 'glu'"),
+    ],
+)
+def test_a_name_that_is_no_op_s_says_what_is(name, hint):
+    with pytest.raises(ValueError) as raised:
+        gg.check_op(name)
+    assert str(raised.value) == f"check_op: op must be an Op or the name of one, got {name!r}{hint}"
+
+
+def test_numbers_of_threads_are_checked():
+    for threads, text in ((0, "0"), ((1, 0), "0")):
+        with pytest.raises(ValueError, match=rf"^check_op: threads must be 1 to 512, got {text}$"):
+            gg.check_op("sqr", threads=threads)
+    with pytest.raises(ValueError, match=r"^check_op: threads must be some numbers of threads, got none$"):
+        gg.check_op("sqr", threads=())
 
 
 @gg.kernel

@@ -80,6 +80,32 @@ def test_s74_plan_picture() -> None:
     matplotlib.pyplot.close(ax.figure)
 
 
+def test_what_cannot_be_shown_is_named() -> None:
+    with gg.Context(1 << 16):
+        x = gg.new_tensor(types.F32, 4)
+        graph = gg.build(x * x, 8)
+    plan = GraphAllocator(host_buffer_type()).measure(graph)
+    run = "run must be what `Scheduler.split_graph` or `alloc_graph` gives, got NoneType"
+    for call, text in (
+        (lambda: gg.show.graph(5), "show.graph: g must be a Graph, got int; gg.build makes one"),
+        (lambda: gg.show.graph(x), "show.graph: g must be a Graph, got Tensor; gg.build makes one"),
+        (lambda: gg.show.graph(graph, 5), "show.graph: plan must be a Plan such as `GraphAllocator.reserve` makes"),
+        (lambda: gg.show.tensor(5), "show.tensor: t must be a Tensor, got 5"),
+        (lambda: gg.show.gguf(5), "show.gguf: file must be a GgufFile, got 5; gg.GgufFile(path) opens one"),
+        (lambda: gg.show.loaded(None, []), "show.loaded: file must be a GgufFile, got None; gg.GgufFile(path) "),
+        (lambda: gg.show.plan(None, graph), "show.plan: there must be a plan, got None; `GraphAllocator.reserve` "),
+        (lambda: gg.show.plan(plan, 5), "show.plan: graph must be a Graph, got int; gg.build makes one"),
+        (lambda: gg.show.cells(5), "show.cells: cache must be a KVCache, such as llm.context.cache, got int"),
+        (lambda: gg.show.passes(None), f"show.passes: {run}"),
+        (lambda: gg.show.splits(None), f"show.splits: {run}"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value).startswith(text)
+    with pytest.raises(ValueError, match=r"^show.plan: buffer_id must be 0 to 0, got 1$"):
+        gg.show.plan(plan, graph, 1)
+
+
 def test_nothing_is_imported_at_start() -> None:
     code = "import sys, ggjit; assert not [m for m in sys.modules if m.startswith(('ggjit.show', 'matplotlib'))]"
     subprocess.run([sys.executable, "-c", code], check=True)

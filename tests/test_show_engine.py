@@ -97,6 +97,7 @@ def test_s97_a_file_s_parts(llm: gg.LLM) -> None:
     assert parts["metadata"][0] == file.kv.offset("general.architecture")
     assert not any(raw[slice(*parts["padding"])]) and parts["padding"][1] % file.alignment == 0
     found = words(gg.show.gguf(file))
+    assert gg.show.gguf(file.path) == gg.show.gguf(file)  # a path will do
     for name in ("header", "metadata", "tensor list", "padding"):
         assert f"{name}: {parts[name][1] - parts[name][0]} bytes" in found
     assert {"token_embd", "Q4_1", "Q6_K", "F32", str(file.data_offset), str(file.nbytes)} <= set(found)

@@ -136,8 +136,26 @@ def test_what_cannot_be_measured_is_said():
         gg.bench("mul_mat", [(4, 4)], turns=1)
     with pytest.raises(ValueError, match="op must be a builder or its name"):
         gg.bench("multiply", [(4, 4)], turns=1)
-    with pytest.raises(ValueError, match="op must be one of"):
+    with pytest.raises(ValueError, match=r"op must be one of"):
         gg.bench("multiply")
+    for call in (gg.bench, gg.show.asm):
+        with pytest.raises(ValueError, match=r"op must be one of .*, got 'softmax'; closest: soft_max$"):
+            call("softmax")
+    with pytest.raises(TypeError, match=r"^show.asm: op must be a builder such as gg.add, or its name, got 5$"):
+        gg.show.asm(5)
+    with pytest.raises(TypeError, match=r"^show.asm: types must be names of types, got 5$"):
+        gg.show.asm("sqr", 5)
+    for given, text in (
+        ({"op": 5}, "op must be a builder such as gg.add, or its name, got 5"),
+        ({"op": "sqr", "shapes": 5}, "shapes must be types, sizes or functions by their labels, got 5"),
+        ({"op": "sqr", "shapes": [5]}, "a shape must be a type, sizes or a Shape, got 5"),
+        ({"op": "sqr", "threads": 2.5}, "threads must be a whole number, got 2.5"),
+    ):
+        with pytest.raises(TypeError) as raised:
+            gg.bench(**given)
+        assert str(raised.value) == f"bench: {text}"
+    with pytest.raises(ValueError, match=r"^bench: turns must be positive, got 0$"):
+        gg.bench("sqr", turns=0)
 
 
 def test_an_op_of_one_s_own_by_its_sizes():

@@ -7,15 +7,19 @@ differences of the reference.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ggjit import ops
+from ggjit.arguments import check_threads
 from ggjit.counts import counted
 from ggjit.dev.cases import run_case
 from ggjit.dev.gradients import gradient_errors
-from ggjit.op import Op, by_name
+from ggjit.name_hints import closest
+from ggjit.op import REGISTRY, Op, by_name
 
 THREADS = (1, 2, 3)
 
@@ -117,6 +121,26 @@ def _gradient(op: Op, name: str, n_threads: int) -> tuple[float | None, float | 
     return worst.error, worst.limit, ""
 
 
+def _named(name: str) -> Op:
+    """The op of a name.
+
+    Raises:
+        ValueError: there is none; the text says which ops the builder of that name makes, or which name is the closest.
+    """
+    try:
+        return by_name(name)
+    except ValueError:
+        pass
+    if name in ops.__all__:  # silu is a unary op, swiglu a glu
+        family = vars(inspect.getmodule(ops.builder(name)))
+        made = sorted({repr(one.name) for one in family.values() if isinstance(one, Op) and one.cases})
+        hint = f"; gg.{name} makes a node of another op, one of {', '.join(made)}"
+        hint = f"; {name} is checked as {made[0]}" if len(made) == 1 else hint
+    else:
+        hint = closest(name, [*REGISTRY, *ops.__all__])
+    raise ValueError(f"check_op: op must be an Op or the name of one, got {name!r}{hint}")
+
+
 def check_op(op: Op | str, threads: Sequence[int] = THREADS, *, gradients: bool = True) -> OpReport:
     """Check all cases of an op against its reference.
 
@@ -132,7 +156,7 @@ def check_op(op: Op | str, threads: Sequence[int] = THREADS, *, gradients: bool 
         ValueError: no op has this name, or it carries no cases or no reference.
         NotImplementedError: no kernel takes the types and layout of a case.
     """
-    found = by_name(op) if isinstance(op, str) else op
+    found = _named(op) if isinstance(op, str) else op
     if not isinstance(found, Op):
         raise TypeError(f"check_op: op must be an Op or the name of one, got {type(found).__name__} {found!r}")
     if not found.cases or not found.has_reference:
@@ -141,4 +165,7 @@ def check_op(op: Op | str, threads: Sequence[int] = THREADS, *, gradients: bool 
             f"check_op: an op must carry cases and a reference, got no {what} ({found.name!r}); "
             "`@OP.reference` and `@OP.case(name)` add them"
         )
-    return OpReport(found, tuple(threads), tuple(check_case(found, n, threads, gradients) for n in found.cases))
+    many = [check_threads("check_op", n, "threads") for n in ([threads] if isinstance(threads, int) else threads)]
+    if not many:
+        raise ValueError("check_op: threads must be some numbers of threads, got none")
+    return OpReport(found, tuple(many), tuple(check_case(found, n, many, gradients) for n in found.cases))

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ggjit import ops, types
+from ggjit.arguments import check_positive, check_threads
 from ggjit.bench_ops import Row, measure
-from ggjit.bench_shapes import Build, Shape
+from ggjit.bench_shapes import Build, Shape, builder_name
 from ggjit.bench_shapes import shapes as known_shapes
 from ggjit.limits import UNITS, Meter
+from ggjit.name_hints import closest
 from ggjit.show.axes import axes, pyplot
 from ggjit.show.html import table
 from ggjit.tensor import Tensor
@@ -114,11 +116,13 @@ def bench(
 
     Raises:
         WrongResult: a result is wrong.
-        ValueError: no such op, type or shape.
+        TypeError: an argument is of the wrong kind.
+        ValueError: no such op, type or shape; `threads` is not 1 to 512, `turns` not positive.
         NotImplementedError: no kernel takes the types.
     """
-    name = op if isinstance(op, str) else op.__name__.rpartition(".")[2]  # `ops.norm` is a module
-    meter = Meter(threads)
+    name = builder_name("bench", op)
+    check_positive("bench", turns=turns)
+    meter = Meter(None if threads is None else check_threads("bench", threads, "threads"))
     return BenchTable([measure(s, meter, turns, repack=repack) for s in _shapes(name, op, shapes, type, small)])
 
 
@@ -127,14 +131,18 @@ def _shapes(name: str, op: str | Callable[..., Tensor], given: Shapes | None, ty
         return [s for s in known_shapes(name, None, small) if s.is_default]
     if isinstance(given, Mapping):
         return [Shape(name, label, "", build) for label, build in given.items()]
+    if not isinstance(given, Iterable):
+        raise TypeError(f"bench: shapes must be types, sizes or functions by their labels, got {given!r}")
     found: list[Shape] = []
     for one in [given] if isinstance(given, str) else given:
         if isinstance(one, Shape):
             found.append(one)
         elif isinstance(one, str):
             found += known_shapes(name, one.upper(), small)
+        elif not isinstance(one, Sequence):
+            raise TypeError(f"bench: a shape must be a type, sizes or a Shape, got {one!r}")
         else:
-            found.append(_sized(name, op, tuple(one), type))
+            found.append(_sized(name, op, tuple(one), type))  # type: ignore[arg-type]
     return found
 
 
@@ -142,7 +150,8 @@ def _sized(name: str, op: str | Callable[..., Tensor], ne: tuple[int, ...], type
     """A shape of given sizes."""
     build = getattr(ops, name, None) if isinstance(op, str) else op
     if build is None:
-        raise ValueError(f"bench: op must be a builder or its name, got {name!r}")
+        near = closest(name, ops.__all__)
+        raise ValueError(f"bench: op must be a builder or its name, got {name!r}{near}")
     types.by_name(type)
     if name == "mul_mat":
         if len(ne) != 3:

@@ -21,8 +21,11 @@ def cells(cache: KVCache, n: int | None = None, window: int = 0) -> Svg:
         window: cells that a graph sees, marked by a line at their end; 0: no line.
 
     Raises:
+        TypeError: `cache` is none.
         ValueError: the cache has fewer cells.
     """
+    if not hasattr(cache, "n_cells"):
+        raise TypeError(f"show.cells: cache must be a KVCache, such as llm.context.cache, got {type(cache).__name__}")
     n = cache.n_cells if n is None else n
     if not 0 < n <= cache.n_cells:
         raise ValueError(f"show.cells: n must be 1 to {cache.n_cells}, the cells of the cache, got {n}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -37,19 +38,29 @@ def sections(file: GgufFile) -> dict[str, tuple[int, int]]:
 
 
 def _check_one(where: str, file: GgufFile) -> None:
+    if not hasattr(file, "mappings"):
+        raise TypeError(f"{where}: file must be a GgufFile, got {file!r}; gg.GgufFile(path) opens one")
     if len(file.mappings) != 1:
         raise ValueError(f"{where}: the model must be one file to be drawn, got {len(file.mappings)} parts")
 
 
-def gguf(file: GgufFile) -> Svg:
+def gguf(file: GgufFile | str | os.PathLike[str]) -> Svg:
     """Draw a file that is not split: all of it, tensors coloured by type, and its head enlarged.
 
     Args:
-        file: the open file.
+        file: the open file, or its path.
 
     Raises:
+        GgufError: the file at the path is not sound.
+        OSError: it cannot be opened.
+        TypeError: `file` is neither.
         ValueError: the model is split.
     """
+    if isinstance(file, (str, os.PathLike)):
+        from ggjit.gguf import GgufFile
+
+        with GgufFile(file) as opened:
+            return gguf(opened)
     _check_one("show.gguf", file)
     scale, parts = _WIDTH / file.nbytes, [text(6, 22 + _BAND / 2, "the file")]
     kinds = colours_of(i.type_name for i in file.tensors.values())
@@ -101,6 +112,7 @@ def loaded(file: GgufFile, weights: Iterable[Tensor]) -> Svg:
         weights: loaded from it, by the names in the file.
 
     Raises:
+        TypeError: `file` is no open file.
         ValueError: the model is split.
     """
     _check_one("show.loaded", file)

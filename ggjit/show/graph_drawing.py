@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ggjit.op import NONE
+from ggjit.show.memory_plan import check_plan
 from ggjit.show.svg import LEGEND_HEIGHT, Svg, colours_of, document, legend
 from ggjit.tensor import FLAG_INPUT, FLAG_OUTPUT
 
@@ -31,8 +32,13 @@ def graph(g: Graph, plan: Plan | None = None, backends: Mapping[Tensor, str] | N
         backends: for some tensors the name of what computes them; each name has a colour.
 
     Raises:
+        TypeError: an argument is of another kind.
         ValueError: more tensors than can be drawn.
     """
+    if not hasattr(g, "leafs"):  # a `GraphView` will do
+        raise TypeError(f"show.graph: g must be a Graph, got {type(g).__name__}; gg.build makes one")
+    if plan is not None:
+        check_plan("show.graph", plan)
     tensors = [*g.leafs, *g.nodes]
     if len(tensors) > _MOST:
         raise ValueError(f"show.graph: a graph to draw must have at most {_MOST} tensors, got {len(tensors)}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from ggjit.arguments import check_kinds
 from ggjit.backend import buffer_of
 from ggjit.op import NONE
+from ggjit.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggjit.graph import Graph
-    from ggjit.tensor import Tensor
 
 _MOST_ROWS = 40
 
@@ -47,7 +48,12 @@ def where(t: Tensor) -> str:
 
 
 def tensor(t: Tensor) -> Html:
-    """A tensor's header as a table: sizes in both orders, strides, contiguity, where its bytes are."""
+    """A tensor's header as a table: sizes in both orders, strides, contiguity, where its bytes are.
+
+    Raises:
+        TypeError: `t` is no Tensor.
+    """
+    check_kinds("show.tensor", Tensor, "a Tensor", t=t)
     shape = tuple(reversed(t.ne[: t.n_dims]))
     made = "" if t.op is NONE else f"{t.op.name}({', '.join(repr(s.name) for s in t.src if s is not None)})"
     layout = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from ggjit.arguments import check_texts
 from ggjit.jit import Kernel
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ def asm(
         The kernel that computes the op, for each type; of a node all its kernels. A notebook shows them.
 
     Raises:
+        TypeError: `op` or `types` is of another kind.
         ValueError: no such op, type or shape.
     """
     from ggjit.tensor import Tensor
@@ -237,7 +239,10 @@ def asm(
         return Codes([Code(op)])
     if isinstance(op, Tensor):
         return Codes(map(Code, _kernels_of(op)))
-    name = op if isinstance(op, str) else op.__name__.rpartition(".")[2]  # `ops.norm` is a module
+    from ggjit.bench_shapes import builder_name
+
+    name = builder_name("show.asm", op)
+    check_texts("show.asm", "names of types", types=[types] if isinstance(types, str) else types)
     return Codes(Code(_kernel_of(name, kind.upper(), label)) for kind in ([types] if isinstance(types, str) else types))
 
 

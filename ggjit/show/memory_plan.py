@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from ggjit.arguments import check_kinds
 from ggjit.show.axes import axes, pyplot
 
 if TYPE_CHECKING:
     from ggjit.plan import Plan, Tensors
 
 _LABELS = 60  # links at most whose names are written
+
+
+def check_plan(where: str, given: Any) -> None:
+    """Check that something is a plan, in particular that there is one yet."""
+    from ggjit.plan import Plan
+
+    if given is None:
+        raise TypeError(f"{where}: there must be a plan, got None; `GraphAllocator.reserve` makes one")
+    check_kinds(where, Plan, "a Plan such as `GraphAllocator.reserve` makes", plan=given)
 
 
 def plan(p: Plan, graph: Tensors, buffer_id: int = 0, ax: Any = None) -> Any:
@@ -29,7 +40,15 @@ def plan(p: Plan, graph: Tensors, buffer_id: int = 0, ax: Any = None) -> Any:
 
     Raises:
         ImportError: matplotlib is missing.
+        TypeError: `p` is no plan, `graph` no graph, or `buffer_id` no whole number.
+        ValueError: the plan has no such buffer.
     """
+    check_plan("show.plan", p)
+    if not hasattr(graph, "leafs"):
+        raise TypeError(f"show.plan: graph must be a Graph, got {type(graph).__name__}; gg.build makes one")
+    check_kinds("show.plan", Integral, "a whole number", buffer_id=buffer_id)
+    if not 0 <= buffer_id < len(p.sizes):
+        raise ValueError(f"show.plan: buffer_id must be 0 to {len(p.sizes) - 1}, got {buffer_id}")
     ax = axes("show.plan", ax, 4)
     tensors, chains = [*graph.leafs, *graph.nodes], p.chains(buffer_id)
     colours = pyplot("show.plan").get_cmap("tab20")

@@ -30,6 +30,12 @@ def _colours(names: list[str]) -> dict[str, str]:
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(reversed(names))}
 
 
+def _check_run(where: str, run: SchedGraph) -> None:
+    if not hasattr(run, "assignments"):
+        text = f"{where}: run must be what `Scheduler.split_graph` or `alloc_graph` gives, got {type(run).__name__}"
+        raise TypeError(f"{text}; `Scheduler.current` is the last one, None before the first")
+
+
 def passes(run: SchedGraph, views: bool = False) -> Svg:
     """Draw what each of the five passes did with each node.
 
@@ -41,8 +47,10 @@ def passes(run: SchedGraph, views: bool = False) -> Svg:
         views: show views too, which compute nothing.
 
     Raises:
+        TypeError: `run` is something else.
         ValueError: more than 200 nodes to show.
     """
+    _check_run("show.passes", run)
     names = [b.name for b in run.assignments.backends]
     nodes = [t for t in run.graph.nodes if views or not t.op.view]
     if len(nodes) > _MOST:
@@ -104,7 +112,11 @@ def splits(run: SchedGraph) -> Svg:
 
     Args:
         run: what `Scheduler.split_graph` or `alloc_graph` gives.
+
+    Raises:
+        TypeError: `run` is something else.
     """
+    _check_run("show.splits", run)
     a = run.assignments
     names = [b.name for b in a.backends]
     colours, lanes = _colours(names), {i: 24 + (_LANE + _GAP) * i for i in range(len(names))}
