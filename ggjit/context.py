@@ -73,7 +73,7 @@ class Context:
         mem_size: bytes of the arena.
         mem_buffer: uint8 memory to use instead of an own block; it must be writable, hold `mem_size` bytes and lie at
             a multiple of 16.
-        no_alloc: put headers only; data comes from a buffer later (or from `Tensor.set`).
+        no_alloc: put headers only; data comes from a buffer or an allocator later (`from_numpy`: from the array).
         prec: 0, or 10 for GGML_PREC_F32: of the products made in it whose builder is given none.
 
     Raises:

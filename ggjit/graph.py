@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ggjit.lower import Executable
 
 DEFAULT_SIZE = 2048
+# Sources whose values are not read.
+_SHAPE_ONLY = {("fill", 0), ("im2col", 0), ("im2col_back", 1), ("im2col_3d", 0), ("im2col_3d_back", 1)}
 _HEADER = 96  # sizes, array addresses, hash set, order and uid of ggml's cgraph
 # Sizes of the hash set: the first prime that is not below twice the graph's size.
 _PRIMES = (
@@ -267,8 +269,8 @@ class Graph:
     ) -> Graph:
         """Compute all nodes.
 
-        Tensors without data get memory from a graph allocator first. The program is kept: computing the same graph
-        again only runs it.
+        Results without data get memory from a graph allocator first, and so do leafs that are only written. The program
+        is kept: computing the same graph again only runs it.
 
         Args:
             n_threads: by default as many as the process may use.
@@ -284,8 +286,8 @@ class Graph:
 
         Raises:
             TypeError: `n_threads` is no whole number, or what to keep is no tensor.
-            ValueError: `n_threads` is not 1 to 512; a tensor to keep is not in the graph, or lies in memory that
-                another allocator has planned to reuse.
+            ValueError: `n_threads` is not 1 to 512; a leaf that is read has no data; a tensor to keep is not in the
+                graph, or lies in memory that another allocator has planned to reuse.
             NotImplementedError: no kernel takes a node.
             IndexError: an index of a node is out of range.
         """
@@ -318,12 +320,28 @@ class Graph:
         from ggjit.lower import lower
 
         if any(t.data == 0 for t in [*self.leafs, *self.nodes]):
+            self._check_set()
             self._allocate()
         found = self._executables.get((n_threads, fuse))
         if found is None or found.is_stale():
             self._warn_of_lost_writes()
             found = self._executables[n_threads, fuse] = lower(self, n_threads, fuse=fuse)
         return found
+
+    def _check_set(self) -> None:
+        """Refuse leafs without memory whose values are read: nobody can have set them."""
+        nodes = [t for t in self.nodes if t.op is not NONE and not t.op.view]
+        written = {t.view_src for t in nodes}  # a cache, or what a copy fills
+        for t in nodes:
+            for i, s in enumerate(t.src):
+                root = s if s is None or s.view_src is None else s.view_src
+                if root is None or root in written or (t.op.name, i) in _SHAPE_ONLY:
+                    continue
+                if root.op is NONE and root.data == 0 and root.nelements:
+                    raise ValueError(
+                        f"compute: a leaf must be set before {t.op.name} reads it, got no data ('{root.name}'); make "
+                        "it by gg.from_numpy, or give it memory by a gg.GraphAllocator or TensorAllocator and set it"
+                    )
 
     def _warn_of_lost_writes(self) -> None:
         """Warn of nodes that would write into a leaf, were built before nodes that read it, and are in no graph."""

@@ -52,8 +52,9 @@ FEW = 12  # query rows of a KV head below which "rows" is faster
 
 
 @checked
-def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, max_bias: float = 0.0,
-                   logit_softcap: float = 0.0, *, sinks: Tensor | None = None, prec: int = 0) -> Tensor:  # fmt: skip
+def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None,
+                   max_bias: float = 0.0, logit_softcap: float = 0.0, *, sinks: Tensor | None = None,
+                   prec: int = 0) -> Tensor:  # fmt: skip
     """Attention of all heads: soft_max(softcap(q k^T * scale) + mask * slope) v.
 
     softcap(x) = logit_softcap * tanh(x / logit_softcap) if logit_softcap is not 0. The slope is 1, or by ALiBi with
@@ -66,7 +67,7 @@ def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
             n_head_kv. Dimension 3 may be a divisor of q's.
         v: [n_embd_v, n_kv, n_head_kv, ne3] of any of these types, not transposed.
         mask: None, or f16 [n_kv, >= n_tokens, m2, m3], contiguous; m2 divides n_head, m3 divides ne3.
-        scale: of the scores.
+        scale: of the scores, by default 1/sqrt(n_embd_k).
         max_bias: ALiBi's, 0 for none; needs a mask.
         logit_softcap: 0 for none.
         sinks: None, or f32 [n_head].
@@ -83,6 +84,7 @@ def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     """
     _check_shapes(q, k, v)
     _check_mask(q, k, mask, max_bias)
+    scale = max(q.ne[0], 1) ** -0.5 if scale is None else scale
     if sinks is not None and (
         sinks.type is not types.F32 or sinks.ne[0] != q.ne[2] or sinks.nrows != 1 or not sinks.is_contiguous
     ):

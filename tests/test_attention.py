@@ -111,6 +111,17 @@ def test_a_row_that_is_masked_everywhere_is_zero(few, monkeypatch):
     assert not h.compute()[:, 3].any() and h.compute()[:, 2].all()
 
 
+def test_mask_and_scale_may_be_left_out():
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((2, n, 64), np.float32) for n in (3, 5, 5))
+    with gg.Context(1 << 20):
+        node = gg.flash_attn_ext(*map(gg.from_numpy, (q, k, v)))
+        gg.Graph(8).build_forward_expand(node).compute(1)
+        scores = np.exp(np.einsum("hqd,hkd->hqk", q, k).astype(np.float64) / 8)
+        want = np.einsum("hqk,hkd->qhd", scores / scores.sum(-1, keepdims=True), v)
+        assert nmse(want, node.numpy()[0]) < 1e-6
+
+
 @pytest.mark.parametrize("few", [LANES, ROWS], ids=["lanes", "rows"])
 def test_without_kv_rows_the_result_is_zero(few, monkeypatch):
     monkeypatch.setattr(attention, "FEW", few)

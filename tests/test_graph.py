@@ -141,6 +141,28 @@ def test_results_are_tensors(context: gg.Context, given: object, text: str) -> N
         gg.Graph(2.5)
 
 
+def test_a_leaf_that_nobody_can_have_set_is_an_error() -> None:
+    with gg.Context(1 << 20, no_alloc=True):
+        x, y = (gg.new_tensor(gg.F32, 4, 2, name=name) for name in "xy")
+        for made in (x * 2.0, gg.add(gg.from_numpy(np.ones((2, 4), np.float32)), gg.reshape_2d(x, 4, 2)), x / x):
+            with pytest.raises(
+                ValueError, match=r"^compute: a leaf must be set before \w+ reads it, got no data \('x'\)"
+            ):
+                gg.build(made, 16).compute(1)
+        with pytest.raises(ValueError, match=r"got no data \('x'\)"):
+            gg.build(gg.new_tensor(gg.F32, 4, 2, name="x").set_param() * 2.0, 16).compute(1)
+        ones, empty = gg.fill(x, 1.0), gg.new_tensor(gg.F32, 0, 4)
+        stored = gg.cpy(ones, y)  # what is written needs no values, as a cache
+        graph = gg.build([gg.scale(stored, 3.0), gg.scale(empty, 2.0)], 16).compute(1)
+        assert (graph.nodes[2].numpy() == 3).all()
+        product = x * 2.0
+    with gg.Context(1 << 20):
+        graph = gg.build(product, 16)
+    gg.GraphAllocator(gg.backend.host_buffer_type()).alloc_graph(graph)
+    x.set(3.0)
+    assert (graph.compute(1).nodes[0].numpy() == 6).all()
+
+
 def test_get_tensor(context: gg.Context) -> None:
     a, b = gg.new_tensor(types.F32, 4, name="a"), gg.new_tensor(types.F32, 4, name="b")
     c = gg.add(a, b).set_name("a")
