@@ -69,6 +69,8 @@ def check_threads(where: str, n_threads: int, name: str = "n_threads") -> int:
         TypeError: it is no whole number.
         ValueError: it is not 1 to 512.
     """
+    if n_threads.__class__ is int and 1 <= n_threads <= MAX_THREADS:  # a graph's run asks each time
+        return n_threads
     check_kinds(where, numbers.Integral, "a whole number", **{name: n_threads})
     if not 1 <= n_threads <= MAX_THREADS:
         raise ValueError(f"{where}: {name} must be 1 to {MAX_THREADS}, got {n_threads}")
