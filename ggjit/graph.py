@@ -53,8 +53,20 @@ def graph_nbytes(size: int = DEFAULT_SIZE, grads: bool = False) -> int:
     return at + (slots + 31) // 32 * 4
 
 
+def _check_size(where: str, size: int) -> None:
+    check_kinds(where, Integral, "a whole number", size=size)
+    if not 0 <= size <= _PRIMES[-1] // 2:
+        raise ValueError(f"{where}: size must be 0 to {_PRIMES[-1] // 2}, got {size}")
+
+
 def graph_overhead(size: int = DEFAULT_SIZE, grads: bool = False) -> int:
-    """Bytes a graph takes in an arena: 82608 for the default size."""
+    """Bytes a graph takes in an arena: 82608 for the default size.
+
+    Raises:
+        TypeError: the size is no whole number.
+        ValueError: it is negative, or absurd.
+    """
+    _check_size("graph_overhead", size)
     return OBJECT_SIZE + (graph_nbytes(size, grads) + 15) // 16 * 16
 
 
@@ -87,10 +99,8 @@ class Graph:
 
     def __init__(self, size: int = DEFAULT_SIZE, grads: bool = False) -> None:
         self.context = _context.current("Graph")
-        check_kinds("Graph", Integral, "a whole number", size=size)
+        _check_size("Graph", size)
         self.size, self.has_grads = size, grads
-        if not 0 <= size <= _PRIMES[-1] // 2:
-            raise ValueError(f"Graph: size must be 0 to {_PRIMES[-1] // 2}, got {size}")
         offset = self.context.new_object(graph_nbytes(size, grads), GRAPH)
         arrays = np.frombuffer(self.context.array, np.int64, 2 * size, offset + _HEADER)
         self._node_addresses, self._leaf_addresses = arrays[:size], arrays[size:]

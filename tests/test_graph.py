@@ -139,6 +139,8 @@ def test_results_are_tensors(context: gg.Context, given: object, text: str) -> N
         graph.build_forward_expand(given)
     with pytest.raises(TypeError, match=r"^Graph: size must be a whole number, got 2\.5$"):
         gg.Graph(2.5)
+    with pytest.raises(TypeError, match=r"^graph_overhead: size must be a whole number, got 'a'$"):
+        gg.graph_overhead("a")
 
 
 def test_a_leaf_that_nobody_can_have_set_is_an_error() -> None:
