@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ggjit.extras import how_to_install
 from ggjit.gguf.split import part_names
 from ggjit.kernel_cache import user_cache
 from ggjit.progress import bar_class
@@ -280,7 +281,8 @@ def _hub() -> Any:
     try:
         return importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:
-        hint = "pull: models of the Hugging Face hub need the package huggingface_hub; pip install 'ggjit[hub]'"
+        how = how_to_install("huggingface_hub")
+        hint = f"pull: models of the Hugging Face hub need the package huggingface_hub; {how}"
         raise ModuleNotFoundError(hint, name=error.name) from None
 
 

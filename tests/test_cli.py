@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -62,7 +63,8 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("words", "low"),
     [
-        ("run x -p y -n -1", 1), ("run x -p y -t 0", 1), ("run x -p y --top-k 1.5", 0), ("bench llm x -r 0", 1),
+        ("run x -p y -n -2", 1), ("run x -p y -c -1", 1),
+        ("run x -p y -t 0", 1), ("run x -p y --top-k 1.5", 0), ("bench llm x -r 0", 1),
         ("bench llm x -p 1,a", 0), ("bench llm x -n -1", 0), ("warmup x -t two", 1), ("info --limits -t 1,0", 1),
     ],
 )  # fmt: skip
@@ -70,7 +72,7 @@ def test_numbers_are_checked(capsys, words, low):
     with pytest.raises(SystemExit) as stop:
         cli.main(words.split())
     assert stop.value.code == 2
-    assert f"must be a whole number of at least {low}, got " in capsys.readouterr().err
+    assert re.search(f"must be a whole number of at least {low}(, or -?[01] for .*)?, got ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_unknown_command():
         (MemoryError(), "MemoryError"),
         (
             ModuleNotFoundError("no", name="tokenizers.models"),
-            "boom needs the package tokenizers.models: pip install 'ggjit[llm]'",
+            "boom needs the package tokenizers.models: pip install -e '.[llm]' in a clone of ggjit",
         ),
     ],
 )
@@ -200,6 +202,120 @@ def test_a_cache_folder_of_no_user_is_no_error(tmp_path):
         env={**os.environ, "GGJIT_CACHE_DIR": "~nobody-of-that-name/x", "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/null")
+def test_a_cache_folder_that_cannot_be_made_is_named():
+    done = shell(f"{sys.executable} -m ggjit info", GGJIT_CACHE_DIR="/dev/null")
+    assert done.returncode == 0 and b"instead of /dev/null, which cannot be written" in done.stdout
+    done = shell(f"{sys.executable} -m ggjit pull {TINY}", GGJIT_CACHE_DIR="/dev/null")
+    must = b"ggjit: warning: GGJIT_CACHE_DIR: must be a folder that can be written, got /dev/null; kernels "
+    assert done.returncode == 0 and done.stderr.startswith(must) and done.stderr.count(b"\n") == 1
+
+
+def test_more_threads_than_cpus_and_layers_without_a_device(capsys, monkeypatch):
+    monkeypatch.setattr("ggjit.llm.LLM.__init__", lambda *args, **options: pytest.fail("far enough"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    with pytest.raises(pytest.fail.Exception, match="far enough"):
+        cli.main(["run", MODEL, "-p", "x", "-t", "64", "-ngl", "3"])
+    threads, layers = capsys.readouterr().err.splitlines()
+    assert threads == "ggjit: warning: --threads: each thread should have a CPU of its own, got 64 for 2"
+    must = "--n-gpu-layers: there must be a device for layers to lie on, got 3 and none"
+    assert layers == f"ggjit: warning: {must}: all stay on the CPU"
+
+
+@pytest.mark.parametrize("words", [f"llm {MODEL}", f"peers {MODEL}"])
+def test_a_bench_of_nothing(words, capsys):
+    assert cli.main(["bench", *words.split(), "-p", "0", "-n", "0"]) == 1
+    assert "-p or -n must give a length above 0, got 0 for both" in capsys.readouterr().err
+
+
+def test_progress_of_limits_is_for_terminals(capsys, monkeypatch):
+    from ggjit.cli.info import _limits
+    from ggjit.limits import Limits
+
+    monkeypatch.setattr("ggjit.limits.measure", lambda n: Limits(**dict.fromkeys(Limits.__annotations__, n)))
+    assert len(_limits([1, 2], False)) == 2
+    out, err = capsys.readouterr()
+    assert out.count("limits, ") == 2 and err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "limits"), [("-n -1 -c 0", (None, 256)), ("-n 3 -c 64", (3, 64)), ("", (None, None))]
+)
+def test_no_limit_and_the_context_of_the_model(words, limits, monkeypatch):
+    found = []
+
+    class Loaded(TypedLLM):
+        def __init__(self, path, **options):
+            found.append(options["n_ctx"])
+
+        def generate(self, ids, max_tokens, **options):
+            found.insert(0, max_tokens)
+            return iter(())
+
+    monkeypatch.setattr("ggjit.llm.LLM", Loaded)
+    assert cli.main(["run", MODEL, "-p", "x", *words.split()]) == 0
+    assert tuple(found) == limits
+
+
+class TypedLLM:
+    """What `run` uses of a model, with the ids of a text its letters."""
+
+    model = types.SimpleNamespace(hparams=types.SimpleNamespace(n_ctx_train=256), weights=())
+    context = types.SimpleNamespace(n_threads=1)
+    n_ctx = 256
+
+    def __init__(self, *args, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        pass
+
+    def tokenize(self, text, add_special=True):
+        return list(text.encode())
+
+    def n_shared(self, ids):
+        return 0
+
+
+def test_ctrl_c_stops_an_answer_and_ends_at_the_prompt(monkeypatch, capsys):
+    seen, lines = [], iter(["one", "two"])
+
+    class Loaded(TypedLLM):
+        def render_chat(self, messages):
+            seen.append([m["content"] for m in messages])
+            return "x"
+
+        def generate(self, ids, max_tokens, **options):
+            yield "first "
+            yield "second"
+            raise KeyboardInterrupt
+
+    def ask(prompt):
+        line = next(lines, None)
+        if line is None:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("ggjit.llm.LLM", Loaded)
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert cli.main(["run", MODEL, "--chat"]) == 130
+    assert seen == [["one"], ["one", "first second", "two"]]
+    out, err = capsys.readouterr()
+    assert out == "first second\nfirst second\n" and err.startswith("Ctrl-D ends, Ctrl-C stops an answer\n")
+    assert cli.main(["run", MODEL, "--chat", "-p", "one"]) == 130  # one answer has nothing to return to
+
+
+def test_readme_and_errors_name_one_way_to_install():
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    ways = set(re.findall(r"pip install .*?'", readme))
+    assert ways and all(way.removeprefix("pip install ").removeprefix("-q ") == "-e '" for way in ways)
 
 
 def test_a_conversation_longer_than_the_context_loses_its_oldest_turns(capsys):

@@ -424,4 +424,4 @@ def test_a_missing_package_is_one_line(capsys, path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr("ggjit.examples.gpt2.command.ModelFile", missing)
     assert main_ctx.run(["-m", str(path), "-p", "a"]) == 1
-    assert "needs the package tokenizers: pip install 'ggjit[llm]'" in capsys.readouterr().err
+    assert "needs the package tokenizers: pip install -e '.[llm]'" in capsys.readouterr().err

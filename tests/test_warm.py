@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +69,20 @@ def test_compiled_together_means_linked():
 def test_every_op_with_cases_gives_kernels():
     names = {k.name for k in warm.case_kernels()}
     assert len(names) > 20
+
+
+_UNWARMED = """
+import ggjit as gg
+from ggjit import jit
+with gg.LLM({model!r}, n_ctx=700, n_threads=2, n_ubatch=16, progress=False) as llm:
+    llm.warmup()
+    known = set(jit._linked)
+    for n in (1, 2, 3, 5, 15, 16, 17, 40, 600):
+        list(llm.generate([1 + i % 50 for i in range(n)], 2, seed=0))
+    print(*(set(jit._linked) - known), sep="\\n")
+"""
+
+
+def test_nothing_is_compiled_after_a_warmup():
+    done = subprocess.run([sys.executable, "-c", _UNWARMED.format(model=str(MODEL))], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout.strip(), done.stdout + done.stderr

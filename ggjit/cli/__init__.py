@@ -20,11 +20,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
 __all__ = [
     "COMMANDS",
-    "EXTRAS",
     "at_least",
+    "cache_folders",
     "check_output",
     "main",
     "missing_package",
@@ -41,37 +42,26 @@ COMMANDS = {
     "quantize": "make a model file smaller, by llama.cpp's mixes of types",
     "imatrix": "make an importance matrix for the quantization of a model",
     "perplexity": "measure how well a model predicts a text",
-    "bench": "measure prefill and decode beside the machine's limits",
+    "bench": "measure a model, single ops, or a model beside llama.cpp, with the machine's limits",
     "profile": "show where the time of prefill or decode goes, by op and kernel",
     "warmup": "compile the kernels that a model needs",
     "info": "show versions, CPU, threads, caches and, on request, the machine's limits",
-}
-
-# module that an optional part imports -> the extra that brings it
-EXTRAS = {
-    "tokenizers": "llm",
-    "jinja2": "llm",
-    "tqdm": "llm",
-    "huggingface_hub": "hub",
-    "matplotlib": "show",
-    "graphviz": "show",
 }
 
 # What users and files can cause; anything else is a bug and shows its traceback.
 EXPECTED = (ValueError, NotImplementedError, OSError, MemoryError, IndexError)
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    """A type of arguments: a whole number not below `low`."""
+def at_least(low: int, special: int | None = None, meaning: str = "") -> Callable[[str], int]:
+    """A type of arguments: a whole number not below `low`, or the one of a special meaning."""
+    other = "" if special is None else f", or {special} for {meaning}"
 
     def number(text: str) -> int:
-        try:
+        with contextlib.suppress(ValueError):
             value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, got {text!r}")
-        return value
+            if value >= low or value == special:
+                return value
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}{other}, got {text!r}")
 
     return number
 
@@ -84,8 +74,10 @@ def numbers(low: int) -> Callable[[str], list[int]]:
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
     """What to install where a package of an extra is missing; None if another one is."""
-    extra = EXTRAS.get((error.name or "").partition(".")[0])
-    return None if extra is None else f"needs the package {error.name}: pip install 'ggjit[{extra}]'"
+    from ggjit.extras import how_to_install
+
+    how = how_to_install(error.name or "")
+    return None if how is None else f"needs the package {error.name}: {how}"
 
 
 def check_output(path: str) -> None:
@@ -114,6 +106,33 @@ def read_text(path: str) -> str:
 def warn(text: str) -> None:
     """Say on stderr what may not be meant."""
     print(f"ggjit: warning: {text}", file=sys.stderr)
+
+
+def cache_folders() -> tuple[Path | None, Path | None]:
+    """The folder of compiled kernels that is wanted, and the one that is written to."""
+    from ggjit import fetch, kernel_cache
+
+    models = fetch.models_folder()  # lies in it
+    return None if models is None else models.parent.absolute(), kernel_cache.folder()
+
+
+def _warn_of_cache() -> None:
+    """Warn where the folder that was asked for cannot be made; one that may only be read serves what it holds."""
+    if not os.environ.get("GGJIT_CACHE_DIR"):
+        return
+    wanted, used = cache_folders()
+    if used != wanted and not (wanted is not None and wanted.is_dir()):
+        instead = f"kernels go to {used}" if used else "kernels are not kept"
+        warn(f"GGJIT_CACHE_DIR: must be a folder that can be written, got {wanted}; {instead}")
+
+
+def _warn_of_threads(args: argparse.Namespace) -> None:
+    """Warn of more threads than there are CPUs for them."""
+    asked = getattr(args, "threads", None) or 0
+    n = max(asked) if isinstance(asked, list) else asked
+    n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if n > n_cpus:
+        warn(f"--threads: each thread should have a CPU of its own, got {n} for {n_cpus}")
 
 
 def warn_of_unfound(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
@@ -175,6 +194,9 @@ def _run(argv: Sequence[str]) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    if args.command not in ("info", "inspect"):  # which show the folder, or compute nothing with a model
+        _warn_of_cache()
+        _warn_of_threads(args)
     status = importlib.import_module(f"ggjit.cli.{args.command}").run(args) or 0
     sys.stdout.flush()
     return int(status)

@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     from ggjit.fetch import pull
     from ggjit.threadpool import default_threads
 
+    if not any(args.n_prompt + args.n_gen):
+        raise ValueError("bench llm: -p or -n must give a length above 0, got 0 for both; leave one of them out")
     path = pull(args.model)
     rows = []
     for threads in args.threads or [default_threads()]:

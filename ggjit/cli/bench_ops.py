@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from ggjit.bench_shapes import shapes
     from ggjit.limits import Meter
 
-    chosen = shapes(args.op, args.type and args.type.upper(), args.small)
+    chosen = shapes(args.op, _type(args.type), args.small)
     meter, rows, n_wrong = Meter(args.threads), [], 0
     if not args.json:
         print("| op | type | shape | ms | GFLOP/s | GB/s | limit of the same run | share of the limit |")
@@ -61,6 +61,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(r) for r in rows], indent=1))
     return 1 if n_wrong else 0
+
+
+def _type(text: str | None) -> str | None:
+    """A type in the case of its name; what is none stays as it was typed."""
+    from ggjit import types
+
+    return next((t.name for t in types.all_types() if text and t.name.upper() == text.upper()), text)
 
 
 def _line(r: Row) -> str:

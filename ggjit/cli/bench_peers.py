@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     from ggjit.fetch import pull
     from ggjit.threadpool import default_threads
 
+    if not any(args.n_prompt) and not args.n_gen:
+        raise ValueError("bench peers: -p or -n must give a length above 0, got 0 for both; leave one of them out")
     peers, options = find_peers(args.peer), _options(args.peer_option)
     check_options(peers, options)
     shown = sys.stderr.isatty() and not args.json

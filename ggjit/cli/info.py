@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ggjit.cli import numbers
+from ggjit.cli import cache_folders, numbers
 from ggjit.counts import counted
 
 PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
@@ -57,6 +57,8 @@ def collect() -> dict[str, Any]:
     """Everything that `info` shows but the limits."""
     from ggjit import __version__, cpu, fetch, kernel_cache, threadpool
 
+    wanted, used = cache_folders()
+
     name, features = cpu.target()
     threads, why = threadpool.threads_found()
     return {
@@ -66,7 +68,8 @@ def collect() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": {"name": _cpu_name(), "level": cpu.cpu_level(), "llvm_name": name, "features": features.split(",")},
         "threads": {"default": threads, "why": why, "cpus": os.cpu_count()},
-        "kernel_cache": _folder(kernel_cache.folder(), "*.o") | {"limit": kernel_cache.LIMIT},
+        "kernel_cache": _folder(used, "*.o")
+        | {"limit": kernel_cache.LIMIT, "wanted": None if wanted is None else str(wanted)},
         "models": _folder(fetch.models_folder(), "**/*.gguf"),
     }
 
@@ -87,7 +90,8 @@ def _print(facts: dict[str, Any]) -> None:
         ("features", " ".join(features)),
         ("threads", f"{threads['default']}: {threads['why']}"),
         ("kernel cache", f"{cache['path']}, {kept}" if cache["path"] else "none: no folder can be written"),
-        ("models", f"{models['path']}, {models['files']} file{'s' * (models['files'] != 1)}, {_mib(models['nbytes'])}"),
+        *([] if cache["path"] == cache["wanted"] else [("", f"instead of {cache['wanted']}, which cannot be written")]),
+        ("models", f"{models['path']}, {counted(models['files'], 'file')}, {_mib(models['nbytes'])}"),
     ]
     for name, value in rows:
         print(f"{name:13} {value}")
@@ -98,11 +102,13 @@ def _limits(counts: list[int] | None, as_json: bool) -> list[dict[str, Any]]:
 
     from ggjit import limits, threadpool
 
-    found = []
+    found, shown = [], not as_json and sys.stderr.isatty()
     for n in counts or sorted({1, threadpool.default_threads()}):
-        if not as_json:
-            print(f"measuring with {n} thread{'s' * (n > 1)} ...", file=sys.stderr, end="\r")
+        if shown:
+            print(f"measuring with {counted(n, 'thread')} ...", file=sys.stderr, end="\r", flush=True)
         found.append(limits.measure(n))
+        if shown:
+            print(" " * 40, file=sys.stderr, end="\r", flush=True)
         if not as_json:
             one = found[-1]
             print(

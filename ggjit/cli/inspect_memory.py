@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = at_least(1)
     parser.add_argument("--memory", action="store_true", help="tell how much memory a model will take, and take none")
     group = parser.add_argument_group("with --memory")
-    group.add_argument("-c", "--ctx", type=one, metavar="CTX", help="tokens of context (the model's, at most 4096)")
+    model_options.add_context(group)
     group.add_argument("-b", "--ubatch", type=one, metavar="N", help="most tokens computed together (512)")
     group.add_argument("-t", "--threads", type=one, metavar="T", help="threads (as many as `ggjit info` says)")
     group.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace, path: str) -> int:
     from ggjit.llm.memory import estimate
 
     found = estimate(
-        path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.ubatch, repack=args.repack,
-        **model_options.options(args),
+        path, n_ctx=model_options.context_length(args, path), n_threads=args.threads, kv_type=args.kv_type,
+        n_ubatch=args.ubatch, repack=args.repack, **model_options.options(args),
     )  # fmt: skip
     with GgufFile(path) as file:
         model_options.warn_of_overrides(args, file.tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,36 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     from ggjit.llm.placement import parse_overrides
 
     overrides = None if args.override_tensor is None else parse_overrides(args.override_tensor)
+    devices = [_device(name, i) for i, name in enumerate(args.device)] if args.device else _others()
+    if args.n_gpu_layers and not devices:
+        warn(f"--n-gpu-layers: there must be a device for layers to lie on, got {args.n_gpu_layers} and none: all "
+             "stay on the CPU")  # fmt: skip
     return {
-        "devices": [_device(name, i) for i, name in enumerate(args.device)] if args.device else _others(),
+        "devices": devices,
         "n_gpu_layers": args.n_gpu_layers,
         "overrides": overrides,
         "mmap": args.mmap,
     }
+
+
+def add_context(parser: argparse._ActionsContainer) -> None:
+    """Declare the length of the context."""
+    parser.add_argument(
+        "-c", "--ctx", type=at_least(1, 0, "the model's"), metavar="CTX",
+        help="tokens of context (the model's, at most 4096); 0: the model's",
+    )  # fmt: skip
+
+
+def context_length(args: argparse.Namespace, path: str | os.PathLike[str]) -> int | None:
+    """The length of the context that is wanted, None for the default."""
+    if args.ctx != 0:
+        n_ctx: int | None = args.ctx
+        return n_ctx
+    from ggjit.gguf import GgufFile
+    from ggjit.llm.hparams import Hparams
+
+    with GgufFile(path) as file:
+        return Hparams(file).n_ctx_train
 
 
 def warn_of_context(llm: LLM) -> None:

@@ -7,7 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ggjit.cli import at_least, warn, warn_of_unfound
+from ggjit.cli import at_least, check_output, warn, warn_of_unfound
+from ggjit.counts import counted
 from ggjit.llm.quantize_model import Plan, plan, quantize_model, result_nbytes, tensor_rule, totals, weight_type
 
 if TYPE_CHECKING:
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from ggjit.llm.quantize_mixes import Choices
 
 _MIXES = """
-TYPE is the name of a mix, which says what each tensor becomes:
+TYPE is the name of a mix, or llama.cpp's number of it, which says what each tensor becomes:
   F32 F16 BF16 Q8_0 Q6_K Q5_K_M Q5_K_S Q5_0 Q5_1 Q4_K_M Q4_K_S Q4_0 Q4_1 IQ4_NL IQ4_XS MXFP4_MOE NVFP4
   Q3_K_L Q3_K_M Q3_K_S Q2_K Q2_0 TQ1_0 TQ2_0 Q1_0 IQ3_S IQ3_M
+  COPY (all as they are, the parts of a split model in one file)
   with an importance matrix: Q2_K_S IQ3_XS IQ3_XXS IQ2_M IQ2_S IQ2_XS IQ2_XXS IQ1_M IQ1_S
 """
 
@@ -60,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         args.leave_output_tensor,
         [tensor_rule(text) for text in args.tensor_type],
     )
+    if not args.dry_run:
+        check_output(args.out)
     path = pull(args.model, progress=not args.no_progress)
     with GgufFile(path) as file:
         _warn(args, choices, file)
@@ -94,6 +98,11 @@ def _print(made: Plan) -> None:
     n_values = sum(step.info.nelements for step in made.steps)
     nbytes = sum(step.nbytes for step in made.steps)
     for name, (n, size) in totals(made).items():
-        print(f"{name:8} {n:5} tensors {size:16,} bytes")
+        print(f"{name:8} {_tensors(n)} {size:16,} bytes")
     bits = f"{8 * nbytes / max(1, n_values):.2f} bits a weight"
-    print(f"{'total':8} {len(made.steps):5} tensors {nbytes:16,} bytes, {bits}")
+    print(f"{'total':8} {_tensors(len(made.steps))} {nbytes:16,} bytes, {bits}")
+
+
+def _tensors(n: int) -> str:
+    number, noun = counted(n, "tensor").split()
+    return f"{number:>5} {noun:7}"

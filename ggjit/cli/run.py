@@ -25,8 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("-p", "--prompt", help="the prompt")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, - is stdin")
     one = at_least(1)
-    parser.add_argument("-n", "--n-predict", type=one, metavar="N", help="most tokens to generate (what CTX leaves)")
-    parser.add_argument("-c", "--ctx", type=one, metavar="CTX", help="tokens of context (the model's, at most 4096)")
+    parser.add_argument(
+        "-n", "--n-predict", type=at_least(1, -1, "no limit"), metavar="N",
+        help="most tokens to generate (what CTX leaves, as with -1)",
+    )  # fmt: skip
+    model_options.add_context(parser)
     parser.add_argument("-b", "--batch", type=one, default=512, metavar="BATCH", help="tokens computed together (512)")
     parser.add_argument("-t", "--threads", type=one, metavar="T", help="threads (as many as `ggjit info` says)")
     parser.add_argument("--kv-type", choices=("f16", "f32"), default="f16", help="type of the KV cache")
@@ -60,8 +63,9 @@ def run(args: argparse.Namespace) -> int:
     path = pull(args.model, progress=progress)
     start = time.perf_counter()
     with gg.LLM(
-        path, n_ctx=args.ctx, n_threads=args.threads, kv_type=args.kv_type, n_ubatch=args.batch, repack=args.repack,
-        prec=args.prec, progress=progress, mlock=args.mlock, **model_options.options(args),
+        path, n_ctx=model_options.context_length(args, path), n_threads=args.threads, kv_type=args.kv_type,
+        n_ubatch=args.batch, repack=args.repack, prec=args.prec, progress=progress, mlock=args.mlock,
+        **model_options.options(args),
     ) as llm:  # fmt: skip
         model_options.warn_of_context(llm)
         model_options.warn_of_overrides(args, llm.model.weights)
@@ -83,7 +87,10 @@ def _prompt(args: argparse.Namespace) -> str | None:
 
 
 def _chat(llm: LLM, args: argparse.Namespace, prompt: str | None, report: _Report) -> None:
-    """One turn for a prompt, else turns from the terminal until its end."""
+    """One turn for a prompt, else turns from the terminal until its end; there Ctrl-C stops an answer alone."""
+    stoppable = prompt is None and sys.stdin.isatty()
+    if stoppable:
+        print("Ctrl-D ends, Ctrl-C stops an answer", file=sys.stderr)
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     while True:
         text = prompt if prompt is not None else _ask()
@@ -91,7 +98,7 @@ def _chat(llm: LLM, args: argparse.Namespace, prompt: str | None, report: _Repor
             return
         messages.append({"role": "user", "content": text})
         ids = _fit(llm, messages)
-        messages.append({"role": "assistant", "content": report.turn(llm, ids, args)})
+        messages.append({"role": "assistant", "content": report.turn(llm, ids, args, stoppable)})
         if prompt is not None:
             return
 
@@ -129,16 +136,20 @@ class _Report:
         self.load, self.compile = load, 0.0
         self.n_prefill, self.prefill, self.n_decode, self.decode = 0, 0.0, 0, 0.0
 
-    def turn(self, llm: LLM, ids: list[int], args: argparse.Namespace) -> str:
-        """Generate from ids, print as it comes, and return the text."""
+    def turn(self, llm: LLM, ids: list[int], args: argparse.Namespace, stoppable: bool = False) -> str:
+        """Generate from ids, print as it comes, and return the text, if stoppable up to where Ctrl-C was pressed."""
         from ggjit.jit import compile_seconds
 
         known = llm.n_shared(ids)
         marks = [(time.perf_counter(), compile_seconds())]
         pieces = []
-        for piece in self._pieces(llm, ids, args, marks):
-            pieces.append(piece)
-            print(piece, end="", flush=True)
+        try:
+            for piece in self._pieces(llm, ids, args, marks):
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            if not stoppable:
+                raise
         print(flush=True)
         self.compile += compile_seconds() - marks[0][1]
         if len(marks) > 1:
@@ -164,7 +175,7 @@ class _Report:
         def mark(_: int) -> None:
             marks.append((time.perf_counter(), compile_seconds()))
 
-        return llm.generate(ids, args.n_predict, on_token=mark, **sampling)
+        return llm.generate(ids, None if args.n_predict == -1 else args.n_predict, on_token=mark, **sampling)
 
     def print(self, llm: LLM) -> None:
         """Print a summary to stderr."""

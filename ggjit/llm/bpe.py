@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ggjit.extras import how_to_install
 from ggjit.gguf import GgufFile, ValueType
 from ggjit.llm.merging import PairMerger
 from ggjit.llm.pretokenizers import PreTokenizer
@@ -45,7 +46,7 @@ def _splitter(kind: PreTokenizer) -> Splitter:
     try:
         from tokenizers import Regex, pre_tokenizers
     except ModuleNotFoundError as error:
-        hint = "tokenizer: byte-level BPE needs the package tokenizers; pip install 'ggjit[llm]'"
+        hint = f"tokenizer: byte-level BPE needs the package tokenizers; {how_to_install('tokenizers')}"
         raise ModuleNotFoundError(hint, name=error.name) from None
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns])
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ggjit.arguments import check_kinds
+from ggjit.extras import how_to_install
 
 if TYPE_CHECKING:
     import jinja2
@@ -46,7 +47,7 @@ def _environment() -> jinja2.Environment:
         import jinja2.ext
         import jinja2.sandbox
     except ModuleNotFoundError as error:
-        hint = "chat: chat templates need the package jinja2; pip install 'ggjit[llm]'"
+        hint = f"chat: chat templates need the package jinja2; {how_to_install('jinja2')}"
         raise ModuleNotFoundError(hint, name=error.name) from None
 
     class Generation(jinja2.ext.Extension):

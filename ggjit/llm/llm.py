@@ -96,7 +96,7 @@ class LLM:
         n = default_threads() if n_threads is None else check_threads("LLM", n_threads)
         kv_type = cache_type("LLM", kv_type)
         check_precision("LLM", prec)
-        soon(inputs.take, inputs.fill, choice.choose)  # what every token needs beside the graph
+        soon(inputs.take, inputs.fill, inputs.check, choice.choose)  # what every token needs beside the graph
         others = all_devices()[:-1] if devices is None else devices
         self.model = Model(
             path, n_threads=n, repack=repack, progress=progress, mmap=mmap, mlock=mlock, devices=others,
