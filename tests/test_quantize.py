@@ -241,10 +241,13 @@ def test_command(model, tmp_path, capsys):
         (["Q8_0", "--tensor-type", "a="], ", got ''"), (["Q8_0", "--tensor-type", "a=q8_1"], ", got 'q8_1'"),
         (["Q8_0", "--output-tensor-type", "i32"], ", got 'i32'"),
         (["Q8_0", "--token-embedding-type", "q9"], ", got 'q9'"),
-        (["Q8_0", "--imatrix", "/none"], "/none: No such file"),
+        (["Q8_0", "--imatrix", "/none"], "/none: No such file"), (["99"], "COPY, or a mix's number, got '99'"),
+        (["Q8_0", "--imatrix", "MODEL"], "must be a whole importance matrix (GGUF, or the older .dat), got a GGUF"),
+        (["Q8_0", "--imatrix", __file__], "must be a whole importance matrix (GGUF, or the older .dat), got a length"),
     ],
 )  # fmt: skip
 def test_command_errors(model, tmp_path, capsys, words, message):
+    words = [str(model) if word == "MODEL" else word for word in words]
     assert main(["quantize", str(model), str(tmp_path / "out.gguf"), *words]) == 1
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
@@ -258,6 +261,19 @@ def test_rules_that_fit_no_tensor_are_named(model, tmp_path, capsys, dry):
     must = "--tensor-type: a regular expression must be found in the name of a tensor"
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert warnings == [f"ggjit: warning: {must}, got '{rule}', found in none" for rule in ("atn_q", "^blk$")]
+
+
+def test_types_by_number_and_copies(model, tmp_path, capsys):
+    by_name, by_number, copy = (str(tmp_path / name) for name in ("name", "number", "copy"))
+    assert [main(["quantize", str(model), *words]) for words in ((by_name, "Q4_0"), (by_number, "2"))] == [0, 0]
+    assert Path(by_name).read_bytes() == Path(by_number).read_bytes()
+    assert main(["quantize", by_name, copy, "copy"]) == 0
+    with GgufFile(by_name) as old, GgufFile(copy) as new:
+        assert list(old.kv) == list(new.kv) and list(old.tensors) == list(new.tensors)
+        assert old.kv["general.file_type"] == new.kv["general.file_type"] == 2
+        assert all(np.array_equal(old.data(name), new.data(name)) for name in old.tensors)
+    assert main(["quantize", str(model), f"{tmp_path}/new/", "2"]) == 1
+    assert f"{tmp_path}/new/: No such file or directory" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 def test_rules_without_a_mix_are_named(model, capsys):

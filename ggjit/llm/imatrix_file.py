@@ -21,6 +21,7 @@ from ggjit.gguf import GgufFile, StringArray
 
 __all__ = ["Imatrix", "read_imatrix"]
 
+_MUST_BE = "must be a whole importance matrix (GGUF, or the older .dat)"
 SUMS, COUNTS = ".in_sum2", ".counts"
 
 
@@ -51,7 +52,7 @@ def read_imatrix(path: str) -> Imatrix:
         magic = file.read(4)
     found = _from_gguf(path) if magic == b"GGUF" else _from_binary(path)
     if not found.values:
-        raise GgufError(path, 0, "an importance matrix must have entries, got none")
+        raise GgufError(path, 0, f"{_MUST_BE}, got one without entries")
     for name, values in found.values.items():
         if not np.isfinite(values).all():
             raise GgufError(path, 0, f"the importance matrix of {name!r} must be finite")
@@ -60,6 +61,9 @@ def read_imatrix(path: str) -> Imatrix:
 
 def _from_gguf(path: str) -> Imatrix:
     with GgufFile(path) as file:
+        if not any(name.endswith(SUMS) for name in file.tensors):
+            kind = file.kv.get("general.type", "model")
+            raise GgufError(path, 0, f"{_MUST_BE}, got a GGUF file of type {kind!r} without tensors named *{SUMS}")
         values: dict[str, NDArray[np.float32]] = {}
         for name, info in file.tensors.items():
             if not name.endswith(SUMS):
@@ -90,7 +94,7 @@ def _from_binary(path: str) -> Imatrix:
     def number() -> int:
         nonlocal at
         if at + 4 > len(data):
-            raise GgufError(path, at, "an importance matrix must be a GGUF file or whole, got a file that ends here")
+            raise GgufError(path, at, f"{_MUST_BE}, got a file that ends here")
         at += 4
         value: int = struct.unpack_from("<i", data, at - 4)[0]
         return value
@@ -98,7 +102,7 @@ def _from_binary(path: str) -> Imatrix:
     def piece(nbytes: int) -> bytes:
         nonlocal at
         if not 0 <= nbytes <= len(data) - at:
-            raise GgufError(path, at, f"an importance matrix must be a GGUF file or whole, got a length of {nbytes}")
+            raise GgufError(path, at, f"{_MUST_BE}, got a length of {nbytes}")
         at += nbytes
         return data[at - nbytes : at]
 

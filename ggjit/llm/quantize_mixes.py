@@ -42,6 +42,7 @@ from ggjit import types
 from ggjit.types import Type
 
 __all__ = [
+    "COPY",
     "MIXES",
     "Choices",
     "Mix",
@@ -82,6 +83,7 @@ MIXES = {
         ("Q1_0", 40, "Q1_0"), ("Q2_0", 41, "Q2_0"),
     )
 }  # fmt: skip
+COPY = Mix("COPY", 0, "F32")  # all tensors stay as they are
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 # Names that hold one of these (or are one) stay as they are: small, or read by ops that take no quantized type.
@@ -299,15 +301,17 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def find_mix(name: str) -> Mix:
-    """The mix with a name, whatever its case.
+    """The mix with a name, whatever its case, or with a number, as llama.cpp's tools take it.
 
     Raises:
         ValueError: there is none.
     """
     upper = name.upper()
-    found = MIXES.get(ALIASES.get(upper, upper))
+    if upper == COPY.name:
+        return COPY
+    found = MIXES.get(ALIASES.get(upper, upper)) or next((m for m in MIXES.values() if str(m.ftype) == name), None)
     if found is None:
-        raise ValueError(f"quantize: type must be one of {', '.join(MIXES)}, got {name!r}")
+        raise ValueError(f"quantize: type must be one of {', '.join(MIXES)}, COPY, or a mix's number, got {name!r}")
     return found
 
 

@@ -22,7 +22,17 @@ from ggjit.arguments import check_threads
 from ggjit.gguf import GgufFile, GgufWriter, ValueType, check_another
 from ggjit.gguf.reader import TensorInfo
 from ggjit.llm.imatrix_file import Imatrix, read_imatrix
-from ggjit.llm.quantize_mixes import NEEDS_IMATRIX, Choices, Mix, ModelFacts, TensorFacts, choose_types, find_mix
+from ggjit.llm.quantize_mixes import (
+    COPY,
+    NEEDS_IMATRIX,
+    Choices,
+    Mix,
+    ModelFacts,
+    TensorFacts,
+    choose_types,
+    find_mix,
+    sort_key,
+)
 from ggjit.types import Type
 
 __all__ = ["Plan", "Step", "plan", "quantize_model", "result_nbytes", "tensor_rule", "totals", "weight_type"]
@@ -159,7 +169,11 @@ def plan(
     for info in file.tensors.values():
         file.known_info(info.name)
     facts = [TensorFacts(info.name, info.type, _sizes(info)) for info in file.tensors.values() if info.type]
-    found = choose_types(facts, mix, model_facts(file, imatrix is not None), choices or Choices())
+    if mix is COPY:
+        mix = mix._replace(ftype=int(file.kv.get("general.file_type", mix.ftype)))
+        found = {t.name: t.type for t in sorted(facts, key=lambda t: sort_key(t.name))}
+    else:
+        found = choose_types(facts, mix, model_facts(file, imatrix is not None), choices or Choices())
     steps = []
     for name, kind in found.items():
         info = file.tensors[name]
