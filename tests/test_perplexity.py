@@ -10,6 +10,8 @@ from real_models import real_model
 
 import ggjit as gg
 from ggjit.cli import main
+from ggjit.gguf import GgufFile
+from ggjit.llm import tokenizer
 from ggjit.llm.perplexity import losses, perplexity, text_chunks
 
 MODEL = Path(__file__).parent / "data" / "models" / "llama-f16.gguf"
@@ -40,6 +42,28 @@ def test_chunks_begin_with_bos(llm):
     assert [t for chunk in chunks for t in chunk[1:]] == [
         t for i, t in enumerate(ids[: len(chunks) * N_CTX]) if i % N_CTX
     ]
+
+
+@pytest.mark.parametrize("name", ["llama-f16", "gpt2"])
+def test_of_a_long_text_no_more_is_tokenized_than_is_needed(name, monkeypatch):
+    monkeypatch.setattr(tokenizer, "MARGIN", 512)
+    monkeypatch.setattr(tokenizer, "_WORDS", 64)
+    rng = np.random.default_rng(0)
+    words = ["the", "Straße", "年", "1234567", " ", "\n\n", "\t", "it's", "<b>", "</s>", "...", "don't", "▁", "ab1c"]
+    text = " ".join(words[i] for i in rng.integers(0, len(words), 40_000))
+    with GgufFile(MODEL.with_name(f"{name}.gguf")) as file:
+        tokens = tokenizer.Tokenizer.from_gguf(file)
+    full = tokens.tokenize(text, parse_special=False)
+    for given in (text, text.encode()):
+        for n in (1, 1000, 4321):
+            ids = tokens.first_tokens(given, n)
+            assert n <= len(ids) < len(full) // 2 and ids == full[: len(ids)]
+    for whole in (text[:1000], text + "\udc80", "年" * 20_000, ""):  # short, no UTF-8, one word
+        assert tokens.first_tokens(whole, 5) == tokens.tokenize(whole, parse_special=False)
+
+
+def test_chunks_of_the_beginning(llm):
+    assert text_chunks(llm, TEXT, N_CTX, 2) == text_chunks(llm, TEXT, N_CTX)[:2]
 
 
 def test_estimates_are_those_of_all_logits(llm):

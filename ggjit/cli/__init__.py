@@ -31,6 +31,7 @@ __all__ = [
     "missing_package",
     "numbers",
     "read_text",
+    "tell_of_long",
     "warn",
     "warn_of_unfound",
 ]
@@ -47,6 +48,8 @@ COMMANDS = {
     "warmup": "compile the kernels that a model needs",
     "info": "show versions, CPU, threads, caches and, on request, the machine's limits",
 }
+
+_LONG = 1 << 22  # characters: seconds
 
 # What users and files can cause; anything else is a bug and shows its traceback.
 EXPECTED = (ValueError, NotImplementedError, OSError, MemoryError, IndexError)
@@ -101,6 +104,12 @@ def read_text(path: str) -> str:
         return sys.stdin.read().removesuffix("\n")
     with open(path, encoding="utf-8", errors="surrogateescape") as file:  # tokens exist for all bytes
         return file.read().removesuffix("\n")
+
+
+def tell_of_long(text: str) -> None:
+    """Say on a terminal that a long text is tokenized, which takes a while."""
+    if len(text) > _LONG and sys.stderr.isatty():
+        print(f"tokenizing a text of {len(text):,} characters ...", file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ggjit.cli import at_least, check_output, model_options, read_text
+from ggjit.cli import at_least, check_output, model_options, read_text, tell_of_long
 from ggjit.counts import counted
 
 
@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         for mapping in llm.model.file.mappings:
             check_another(args.output, mapping.path, "imatrix: the result", "the model")
         model_options.warn_of_context(llm)
+        tell_of_long(text)
         found = collect(llm, text, args.ctx, args.chunks, process_output=args.process_output, progress=show)
     write(args.output, found, [args.file])
     counts = counted(len(found.sums), "matrix", "matrices"), counted(found.n_chunks, "chunk")

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from ggjit.cli import at_least, model_options, read_text
+from ggjit.cli import at_least, model_options, read_text, tell_of_long
 from ggjit.counts import counted
 
 
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     ) as llm:  # fmt: skip
         model_options.warn_of_context(llm)
         start = time.perf_counter()
+        tell_of_long(text)
         for estimate in perplexity(llm, text, args.ctx, args.chunks):
             print(f"[{estimate.n_chunks}]{estimate.ppl:.4f},", end="", flush=True)
         seconds = time.perf_counter() - start

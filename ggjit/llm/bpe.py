@@ -92,7 +92,6 @@ class BpeMerger(PairMerger):
                 return [id]
         return super().merge(word)
 
-    def encode(self, text: bytes) -> list[int]:
-        """Ids of a text."""
-        words = self._splitter.pre_tokenize_str(decode(text))
-        return [id for word, _ in words for id in self.word(word.encode())]
+    def words(self, text: bytes) -> list[bytes]:
+        """What the pre-tokenizer cuts a text into."""
+        return [word.encode() for word, _ in self._splitter.pre_tokenize_str(decode(text))]

@@ -129,7 +129,7 @@ def collect(
         ValueError: the text has fewer tokens than a chunk, or `n_ctx` is out of range.
     """
     collector = Collector(process_output)
-    chunks = text_chunks(llm, text, n_ctx)[:max_chunks]
+    chunks = text_chunks(llm, text, n_ctx, max_chunks)
     for i, chunk in enumerate(chunks):
         llm.observe(chunk, collector)
         if progress is not None:

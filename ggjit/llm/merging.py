@@ -64,6 +64,14 @@ class PairMerger:
         n = self._vocab.n
         return self._vocab.text(symbol) if symbol < n else self._others[symbol - n]
 
+    def words(self, text: bytes) -> list[bytes]:
+        """The words of a text, which are merged each for itself."""
+        raise NotImplementedError
+
+    def encode(self, text: bytes) -> list[int]:
+        """Ids of a text."""
+        return [id for word in self.words(text) for id in self.word(word)]
+
     def word(self, word: bytes) -> list[int]:
         """The ids of a word, remembered."""
         found = self._words.get(word)

@@ -41,22 +41,31 @@ class Estimate(NamedTuple):
     stderr: float
 
 
-def text_chunks(llm: LLM, text: str | bytes, n_ctx: int) -> list[list[int]]:
+def text_chunks(llm: LLM, text: str | bytes, n_ctx: int, max_chunks: int | None = None) -> list[list[int]]:
     """The tokens of a text in chunks of `n_ctx`, each with BOS in place of its first if the model adds BOS.
+
+    Args:
+        llm: the model.
+        text: the text.
+        n_ctx: tokens of a chunk.
+        max_chunks: most chunks; the rest of a long text is not looked at.
 
     Raises:
         ValueError: the text has fewer tokens, or `n_ctx` is below 4 or beyond the context.
     """
     if not 4 <= n_ctx <= llm.n_ctx:
         raise ValueError(f"text_chunks: n_ctx must be in [4, {llm.n_ctx}], the context, got {n_ctx}")
-    ids = llm.tokenize(text, parse_special=False)
+    if max_chunks is None or max_chunks < 1:
+        ids = llm.tokenize(text, parse_special=False)
+    else:
+        ids = llm.tokenizer.first_tokens(text, n_ctx * max_chunks)
     if len(ids) < n_ctx:
         raise ValueError(f"text_chunks: the text must have at least {n_ctx} tokens, a chunk, got {len(ids)}")
     chunks = [ids[i : i + n_ctx] for i in range(0, len(ids) // n_ctx * n_ctx, n_ctx)]
     if llm.tokenizer.add_bos:
         for chunk in chunks:
             chunk[0] = llm.tokenizer.bos
-    return chunks
+    return chunks[:max_chunks]
 
 
 def losses(logits: NDArray[np.float32], targets: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -93,7 +102,7 @@ def perplexity(llm: LLM, text: str | bytes, n_ctx: int, max_chunks: int | None =
     Raises:
         ValueError: the text has fewer tokens than a chunk, or `n_ctx` is out of range.
     """
-    chunks = text_chunks(llm, text, n_ctx)[:max_chunks]
+    chunks = text_chunks(llm, text, n_ctx, max_chunks)
     return _estimates(llm, chunks, n_ctx // 2)
 
 

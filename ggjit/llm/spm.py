@@ -78,13 +78,13 @@ class SpmMerger(PairMerger):
             raise ValueError(f"tokenize: the vocabulary must have the token of every byte, got {text!r} without one")
         return ids
 
-    def encode(self, text: bytes) -> list[int]:
-        """Ids of a text whose blanks are written as "▁"."""
+    def words(self, text: bytes) -> list[bytes]:
+        """A text whose blanks are written as "▁", cut where no token reaches across."""
         if self._split is None:
             joined = re.escape(_before_inner_blanks(self._vocab) + BLANK[-1:])
             self._split = re.compile(rb"(?<=[^" + joined + rb"])(?=" + BLANK + rb")")
         try:
             text.decode()
         except UnicodeDecodeError:  # where characters begin is then a matter of the whole text
-            return self.merge(text)
-        return [id for word in self._split.split(text) for id in self.word(word)]
+            return [text]
+        return self._split.split(text)

@@ -40,8 +40,21 @@ from ggjit.llm.vocab import (
 
 __all__ = ["KINDS", "StreamDecoder", "Tokenizer"]
 
+MARGIN = 8192  # characters at the end of a text that was cut there
+_WORDS = 512  # that must be among them
+_CHARACTERS_OF_A_TOKEN = 4  # about
+_TOKENS_OF_A_CHARACTER = 8  # at most: a byte each, those of a blank before it, a special token
 _PHI3_KEEPS = (b"<unk>", b"<s>", b"<|endoftext|>")
 _CLEANING = ((re.compile(rb" ([?!.,])"), rb"\1"), (re.compile(rb" ' "), b"'"), (re.compile(rb" '(?=[sm]|re|ve)"), b"'"))
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written in UTF-8: it holds no halves of pairs, which stand for other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Merger(Protocol):
@@ -49,6 +62,9 @@ class Merger(Protocol):
 
     def encode(self, text: bytes) -> list[int]:
         """Ids of a text."""
+
+    def words(self, text: bytes) -> list[bytes]:
+        """The words of a text, which become ids each for itself."""
 
 
 class Tokenizer:
@@ -166,6 +182,28 @@ class Tokenizer:
             after_special = isinstance(piece, int)
         return [*ids, self.eos] if add_special and self.add_eos else ids
 
+    def first_tokens(self, text: str | bytes, n: int) -> list[int]:
+        """The first n ids of a long text, or some more, as `tokenize(text, parse_special=False)` gives them.
+
+        No more of the text is looked at than is needed, where its end does not change its beginning: where text is cut,
+        only the words near the cut change, and whether there are words tells `MARGIN` characters before it. Their
+        tokens are dropped.
+        """
+        text = bytes(text).decode("utf-8", "surrogateescape") if not isinstance(text, str) else text
+        n_dropped = MARGIN * _TOKENS_OF_A_CHARACTER
+        size = _CHARACTERS_OF_A_TOKEN * (n + n_dropped)
+        while size < len(text) and is_utf8(text):  # else SentencePiece knows no words
+            if len(self._words(text[size - MARGIN : size].encode())) < _WORDS:
+                break
+            ids = self.tokenize(text[:size], parse_special=False)
+            if len(ids) >= n + n_dropped:
+                return ids[:-n_dropped]
+            size *= 2
+        return self.tokenize(text, parse_special=False)
+
+    def _words(self, text: bytes) -> list[bytes]:
+        return self._merger.words(text)
+
     def _encode(self, text: bytes, after_special: bool) -> list[int]:
         return self._merger.encode(text)
 
@@ -252,6 +290,9 @@ class SpmTokenizer(Tokenizer):
         merger = SpmMerger(self.vocab)
         newline = merger.byte_id(ord("\n"))
         self._merger, self.nl = merger, newline if newline >= 0 else self.pad
+
+    def _words(self, text: bytes) -> list[bytes]:
+        return self._merger.words(text.replace(b" ", BLANK))
 
     def _encode(self, text: bytes, after_special: bool) -> list[int]:
         if self.add_space_prefix and after_special:
