@@ -294,7 +294,7 @@ def test_hub_errors(hub, cache, monkeypatch):
 
 def test_hub_package_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModuleNotFoundError, match=r"need the package huggingface_hub; pip install 'ggjit\[hub\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"need the package huggingface_hub; pip install -e '.\[hub\]'"):
         pull("hf:owner/repo/a.gguf")
 
 
