@@ -452,7 +452,7 @@ def lower(
         scratch: memory that the program shares with others which never run at the same time.
 
     Raises:
-        ValueError: a tensor has no data.
+        ValueError: a tensor has no data, or GGJIT_FUSE is neither 0 nor 1.
         NotImplementedError: no kernel takes a node.
     """
     lowering, chains = _lowering(graph, n_threads, fuse)
@@ -482,7 +482,10 @@ def _lowering(
         if t.data == 0 and t.nbytes:
             raise ValueError(f"lower: tensors must have data before they are computed, got none ('{t.name}')")
     if fuse is None:
-        fuse = os.environ.get("GGJIT_FUSE", "1") != "0"
+        asked = os.environ.get("GGJIT_FUSE", "1")
+        if asked not in ("0", "1"):
+            raise ValueError(f"GGJIT_FUSE: must be 0 or 1, got {asked!r}")
+        fuse = asked == "1"
     found = Match(graph).find() if fuse else {}
     for node in graph.nodes:
         if node not in found:

@@ -144,6 +144,9 @@ def test_a_source_that_is_overwritten_in_between_is_not_read_late():
 
 def test_the_switch(monkeypatch):
     planned = Planned(lambda t: scaled(t)[2])
+    monkeypatch.setenv("GGJIT_FUSE", "abc")
+    with pytest.raises(ValueError, match="GGJIT_FUSE: must be 0 or 1, got 'abc'"):
+        planned.run(1)
     monkeypatch.setenv("GGJIT_FUSE", "0")
     assert not planned.run(1)[1]
     assert planned.run(1, fuse=True)[1]

@@ -2,7 +2,7 @@
 
     gg.show.tensor(t)                  # sizes in both orders, strides, where the bytes are
     gg.show.graph(g)                   # a drawing: views dashed, what writes in place green
-    gg.show.plan(allocator.plan, g)    # offsets over time (needs matplotlib: pip install 'ggjit[show]')
+    gg.show.plan(allocator.plan, g)    # offsets over time (needs matplotlib, the extra `show`)
     gg.show.passes(scheduler.current)  # the scheduler's passes one by one, with their reasons
     gg.show.splits(scheduler.current)  # what each backend computes, and the copies in between
     gg.show.gguf(file)                 # a file's parts and tensors

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ggjit.extras import how_to_install
+
 
 def pyplot(where: str) -> Any:
     """`matplotlib.pyplot`.
@@ -15,7 +17,7 @@ def pyplot(where: str) -> Any:
     try:
         import matplotlib.pyplot
     except ModuleNotFoundError as error:
-        text = f"{where}: matplotlib must be installed, got none; pip install 'ggjit[show]'"
+        text = f"{where}: matplotlib must be installed, got none; {how_to_install('matplotlib')}"
         raise ModuleNotFoundError(text, name=error.name) from None
     return matplotlib.pyplot
 
