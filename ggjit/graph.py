@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ggjit.lower import Executable
 
 DEFAULT_SIZE = 2048
-# Sources whose values are not read.
-_SHAPE_ONLY = {("fill", 0), ("im2col", 0), ("im2col_back", 1), ("im2col_3d", 0), ("im2col_3d_back", 1)}
 _HEADER = 96  # sizes, array addresses, hash set, order and uid of ggml's cgraph
 # Sizes of the hash set: the first prime that is not below twice the graph's size.
 _PRIMES = (
@@ -345,7 +343,7 @@ class Graph:
         for t in nodes:
             for i, s in enumerate(t.src):
                 root = s if s is None or s.view_src is None else s.view_src
-                if root is None or root in written or (t.op.name, i) in _SHAPE_ONLY:
+                if root is None or root in written or i in t.op.shape_only:
                     continue
                 if root.op is NONE and root.data == 0 and root.nelements:
                     raise ValueError(

@@ -75,6 +75,7 @@ class Op:
         nmse: limit of the tests, sum((want - got)^2) / sum(want^2).
         state: positions of sources that the op updates and that `Graph.reset` sets to 0: an optimizer's moments.
         packed: positions of sources that may lie in a buffer of repacked weights, not in rows.
+        shape_only: positions of sources whose values are not read.
         picks: (source, ids): of that source only the matrices (dimension 2) are read whose numbers are among the ids.
     """
 
@@ -84,7 +85,8 @@ class Op:
 
     def __init__(self, name: str, id: int | None = None, *, params: Sequence[tuple[str, str]] = (), view: bool = False,
                  inplace: bool = False, nmse: float = 1e-7, state: Sequence[int] = (),
-                 packed: Sequence[int] = (), picks: tuple[int, int] | None = None) -> None:  # fmt: skip
+                 packed: Sequence[int] = (), picks: tuple[int, int] | None = None,
+                 shape_only: Sequence[int] = ()) -> None:  # fmt: skip
         if id is None:
             _load_all()
         if name in REGISTRY and not (id is None and REGISTRY[name].id >= FIRST_USER_ID):
@@ -95,6 +97,7 @@ class Op:
             raise ValueError(f"Op: id must be new, got {id}, the id of {_BY_ID[id].name!r}")
         self.name, self.id, self.view, self.inplace, self.nmse = name, id, view, inplace, nmse
         self.params, self.state, self.packed, self.picks = tuple(params), tuple(state), tuple(packed), picks
+        self.shape_only = tuple(shape_only)
         self._given = [not n.startswith("_") for n, _ in params]
         self.param_names = [n for n, g in zip([n for n, _ in params], self._given, strict=True) if g]
         self._format = struct.Struct("<" + "".join(_FORMATS[f] for _, f in params))

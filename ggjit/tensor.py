@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ggjit import context as _context
-from ggjit import name_hints, tensor_values
+from ggjit import name_hints, operators, tensor_values
 from ggjit import op as _op
 from ggjit import types as _types
 from ggjit.context import TENSOR, TENSOR_SIZE, Context
@@ -328,33 +328,33 @@ class Tensor:
     __array_ufunc__ = None  # else `tensor + array` is an array of one node for each element
 
     def __add__(self, other: Tensor | float) -> Tensor:
-        return _binary("add", self, other)
+        return operators.binary("add", self, other)
 
     def __radd__(self, other: float) -> Tensor:
-        return _binary("add", self, other)
+        return operators.binary("add", self, other)
 
     def __sub__(self, other: Tensor | float) -> Tensor:
-        return _binary("sub", self, other)
+        return operators.binary("sub", self, other)
 
     def __rsub__(self, other: float) -> Tensor:
-        value = _number("sub", other)
-        return NotImplemented if value is None else _binary("add", -self, value)
+        value = operators.number("sub", other)
+        return NotImplemented if value is None else operators.binary("add", -self, value)
 
     def __mul__(self, other: Tensor | float) -> Tensor:
-        return _binary("mul", self, other)
+        return operators.binary("mul", self, other)
 
     def __rmul__(self, other: float) -> Tensor:
-        return _binary("mul", self, other)
+        return operators.binary("mul", self, other)
 
     def __truediv__(self, other: Tensor | float) -> Tensor:
-        return _binary("div", self, other)
+        return operators.binary("div", self, other)
 
     def __rtruediv__(self, other: float) -> Tensor:
-        value = _number("div", other)
-        return NotImplemented if value is None else _divided(value, self)
+        value = operators.number("div", other)
+        return NotImplemented if value is None else operators.divided(value, self)
 
     def __neg__(self) -> Tensor:
-        return _binary("mul", self, -1.0)
+        return operators.binary("mul", self, -1.0)
 
     # -- what a tensor has not, with a hint --------------------------------------------------------------------------
 
@@ -400,41 +400,6 @@ for _name in name_hints.TENSOR:
 
 def _label(t: Tensor) -> str:
     return f"'{t.name}'" if t.name else t.op.name if t.op is not NONE else t.type.name
-
-
-def _binary(name: str, a: Tensor, b: Tensor | float) -> Tensor:
-    from ggjit import ops
-
-    if isinstance(b, Tensor):
-        return getattr(ops, name)(a, b)  # type: ignore[no-any-return]
-    value = _number(name, b)
-    if value is None:
-        return NotImplemented  # type: ignore[no-any-return]
-    if name in ("mul", "div"):
-        return ops.scale_bias(a, value if name == "mul" else 1.0 / value, 0.0)
-    return ops.scale_bias(a, 1.0, value if name == "add" else -value)
-
-
-def _number(name: str, value: Any) -> float | None:
-    """An operand that is a number; None for what an operator does not know."""
-    if isinstance(value, (int, float, np.number)):
-        return float(value)
-    if isinstance(value, np.ndarray):
-        raise TypeError(
-            f"{name}: operands must be Tensors or numbers, got an array of shape {value.shape}; use "
-            "gg.from_numpy(array), or t.numpy() once it is computed"
-        )
-    return None
-
-
-def _divided(value: float, t: Tensor) -> Tensor:
-    """value / t: ggml has no op for it, and a leaf of one number has no gradient to be in the way."""
-    from ggjit import ops
-
-    type = t.type if t.type in (_types.F16, _types.BF16) else _types.F32
-    number = from_numpy(np.array([value], np.float32), type)
-    quotient: Tensor = ops.div(ops.repeat(number, t), t)
-    return quotient
 
 
 # -- creation --------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ DIAG_MASK_ZERO = Op("diag_mask_zero", id=45, params=(("n_past", "i32"),), inplac
 ARANGE = Op("arange", id=67, params=(("start", "f32"), ("stop", "f32"), ("step", "f32")))
 TIMESTEP_EMBEDDING = Op("timestep_embedding", id=68, params=(("dim", "i32"), ("max_period", "i32")))
 TRI = Op("tri", id=72, params=(("type", "i32"),), inplace=True)
-FILL = Op("fill", id=73, params=(("value", "f32"),), inplace=True)
+FILL = Op("fill", id=73, params=(("value", "f32"),), inplace=True, shape_only=(0,))
 
 UPPER_DIAG, UPPER, LOWER_DIAG, LOWER = 0, 1, 2, 3
 """Triangles of tri: with the diagonal or strictly above (below) it."""

@@ -32,10 +32,10 @@ __all__ = ["col2im_1d", "im2col", "im2col_3d", "im2col_3d_back", "im2col_back"]
 
 _PARAMS = tuple((n, "i32") for n in ("s0", "s1", "p0", "p1", "d0", "d1", "is_2D"))
 _PARAMS_3D = tuple((n, "i32") for n in ("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2", "n_channels"))
-IM2COL = Op("im2col", id=52, params=_PARAMS)
-IM2COL_BACK = Op("im2col_back", id=53, params=_PARAMS)
-IM2COL_3D = Op("im2col_3d", id=54, params=_PARAMS_3D)
-IM2COL_3D_BACK = Op("im2col_3d_back", id=1001, params=_PARAMS_3D)
+IM2COL = Op("im2col", id=52, params=_PARAMS, shape_only=(0,))
+IM2COL_BACK = Op("im2col_back", id=53, params=_PARAMS, shape_only=(1,))
+IM2COL_3D = Op("im2col_3d", id=54, params=_PARAMS_3D, shape_only=(0,))
+IM2COL_3D_BACK = Op("im2col_3d_back", id=1001, params=_PARAMS_3D, shape_only=(1,))
 COL2IM_1D = Op("col2im_1d", id=55, params=(("s0", "i32"), ("n_channels", "i32"), ("p0", "i32")))
 FLOATS = (types.F32, types.F16, types.BF16)
 
