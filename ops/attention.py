@@ -12,7 +12,8 @@ A ladder on one Zen 4 core, f16 K and V, 9 heads of 64 on 3 KV heads:
 | version | 512 causal tokens: share of the FMA peak | 1 token over 4096 rows: share of plain reads |
 |---|---|---|
 | one chain of d for a score, KV tiles of 32 | .75, but a token alone gets other bits | .5 to .67, other bits |
-| 16 partial sums of d and a fixed tree, KV tiles of 16 | .70 to .75 | .5 |
+| 16 partial sums of d and a fixed tree, KV tiles of 16 | .70 to .75 | .43 |
+| for a token four tiles together, memory asked for between them | the same | .57 to .65; with two threads 1.0 |
 
 Long contexts with few queries are split among threads by chunks of 512 KV rows, merged in order by a second step.
 """
@@ -48,7 +49,7 @@ FLASH_ATTN_EXT = Op(
 PRECISIONS = (0, PREC_F32)  # both accumulate in f32 here
 PLAIN = ("F32", "F16", "BF16")
 CLOSED = -1e30  # stands for -inf where a difference of two is taken
-FEW = 12  # query rows of a KV head below which "rows" is faster
+FEW = 17  # query rows of a KV head below which "rows" is faster: those of "lanes" would not fill their lanes
 
 
 @checked

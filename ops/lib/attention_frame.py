@@ -24,6 +24,7 @@ emit = lazy_module("ggjit.ops.lib.emit")
 memory = lazy_module("ggjit.ops.lib.memory")
 atomics = lazy_module("ggjit.ops.lib.atomics")
 
+AHEAD = 64  # rows between what is read and what is asked for
 SPLIT_BELOW = 16  # items: fewer are split by chunks
 TENSORS = ("dst", "q", "k", "v", "mask", "sinks")
 ARGUMENTS = (*(t + part for t in TENSORS for part in ("", "_ne", "_nb")), "params", "work", "ith", "nth")
@@ -240,28 +241,36 @@ def copy_last_mask(e, frame, row, rest, at):
 
 @functools.cache
 def make_read_blocks(kind, n):
-    """Helper (src, offs, stride, n_rows, work, at): rows of a block type as a tile of f32, zeros after them.
+    """Helper (src, offs, stride, n_rows, is_open, work, at): rows of a block type as tiles of f32, zeros after them.
 
-    For a plain type, which the emitted pieces read themselves, it does nothing.
+    Tiles whose bit of is_open is not set stay as they are. For a plain type, which the emitted pieces read themselves,
+    it does nothing.
     """
     if kind in BYTES:
 
         @jitted
-        def read_nothing(src, offs, stride, n_rows, work, at):
+        def read_nothing(src, offs, stride, n_rows, is_open, work, at):
             pass
 
         return read_nothing
-    width = padded(n)
+    width, row_size = padded(n), types.row_size(types.by_name(kind), n)
     dequantize_row = types.by_name(kind).quant.dequantize_row
 
+    @emitted("row")
+    def prefetch(e, row):
+        for offset in range(0, row_size, 64):
+            e.prefetch(row, offset)
+
     @jitted
-    def read_blocks(src, offs, stride, n_rows, work, at):
-        for r in range(TILE):
-            used = n if r < n_rows else 0
-            if used > 0:
-                dequantize_row(src, offs + r * stride, work, at + 4 * width * r, n)
-            for d in range(used, width):
-                memory.store_i32(work, at + 4 * (width * r + d), 0)
+    def read_blocks(src, offs, stride, n_rows, is_open, work, at):
+        for r in range((n_rows + TILE - 1) // TILE * TILE):
+            if is_open >> (r // TILE) & 1:
+                used = n if r < n_rows else 0
+                if used > 0:
+                    prefetch(memory.address(src) + offs + (r + AHEAD) * stride)
+                    dequantize_row(src, offs + r * stride, work, at + 4 * width * r, n)
+                for d in range(used, width):
+                    memory.store_i32(work, at + 4 * (width * r + d), 0)
 
     return read_blocks
 
@@ -281,9 +290,13 @@ def copy_rows(e, src, stride, n_rows, nbytes, dst):
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
-def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v):
-    """The kernel over emitted pieces: begin, set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item."""
-    begin, set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item = pieces
+def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v, run):
+    """The kernel over emitted pieces: begin, set_item, begin_chunk, check_rows, run_rows, end_chunk, end_item.
+
+    The rows of a chunk are given to check_rows and run_rows in runs: up to `run` rows of full tiles, or the rows of a
+    last tile that is not full. The bits of the frame's is_open say of which tiles the rows are read.
+    """
+    begin, set_item, begin_chunk, check_rows, run_rows, end_chunk, end_item = pieces
     read_k, read_v = make_read_blocks(k_kind, dk), make_read_blocks(v_kind, dv)
     at_items, at_chunk0, at_chunk1, at_first, at_end = (AT[w] for w in ("n_items", "chunk0", "chunk1", "first", "end"))
     at_open, at_k_offs, at_v_offs, at_scratch = (AT[w] for w in ("is_open", "k_offs", "v_offs", "scratch"))
@@ -314,17 +327,25 @@ def make_driver(pieces, k_kind, dk, v_kind, dv, at_k, at_v):
             for chunk in range(memory.load_i64(work, at + at_chunk0), memory.load_i64(work, at + at_chunk1)):
                 begin_chunk(frame, chunk)
                 end = memory.load_i64(work, at + at_end)
-                for kv in range(memory.load_i64(work, at + at_first), end, TILE):
+                kv = memory.load_i64(work, at + at_first)
+                while kv < end:
+                    n_rows = min(end - kv, run)
+                    if n_rows > TILE:
+                        n_rows -= n_rows % TILE
                     for head in range(n_heads):
-                        check_tile(frame, kv, head)
-                        if memory.load_i64(work, at + at_open) != 0:
-                            k_offs, v_offs = (
-                                memory.load_i64(work, at + at_k_offs),
-                                memory.load_i64(work, at + at_v_offs),
-                            )
-                            read_k(src1, k_offs + kv * src1_nb[1], src1_nb[1], end - kv, work, scratch + at_k)
-                            read_v(src2, v_offs + kv * src2_nb[1], src2_nb[1], end - kv, work, scratch + at_v)
-                            run_tile(frame, kv, head)
+                        check_rows(frame, kv, n_rows, head)
+                        is_open = memory.load_i64(work, at + at_open)
+                        if is_open != 0:
+                            read_k(
+                                src1, memory.load_i64(work, at + at_k_offs) + kv * src1_nb[1], src1_nb[1], n_rows,
+                                is_open, work, scratch + at_k,
+                            )  # fmt: skip
+                            read_v(
+                                src2, memory.load_i64(work, at + at_v_offs) + kv * src2_nb[1], src2_nb[1], n_rows,
+                                is_open, work, scratch + at_v,
+                            )  # fmt: skip
+                            run_rows(frame, kv, n_rows, head)
+                    kv += n_rows
                 end_chunk(frame)
             end_item(frame)
             item = atomics.fetch_add(work, 0, 1)

@@ -232,17 +232,17 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
         e.loop(x.n_sets, [], lambda s: _set_classes(e, frame, x, s))
         e.loop(x.n_sets, [], lambda s: tiles.reset.function(e, e.add(frame["states"], e.mul(s, x.state)), e.i64(x.nv)))
 
-    @emitted("frame kv head")
-    def check_tile(e, frame, kv, head):
+    @emitted("frame kv n_rows head")
+    def check_rows(e, frame, kv, n_rows, head):
         x, frame = Layout(*shape), Frame(e, frame)
         is_closed = lambda s: e.b.icmp_signed("==", _class_at(e, frame, x, kv, s), e.i64(CLOSED))  # noqa: E731
         (frame["is_open"],) = e.loop(x.n_sets, [e.i64(0)], lambda s, found: [choose(e, is_closed(s), found, 1)])
 
-    @emitted("frame kv head")
-    def run_tile(e, frame, kv, head):
+    @emitted("frame kv n_rows head")
+    def run_rows(e, frame, kv, n_rows, head):
         x, frame = Layout(*shape), Frame(e, frame)
         frame["masked"] = -1
-        n_rows, scratch = least(e, TILE, e.sub(frame["end"], kv)), frame["scratch"]
+        scratch = frame["scratch"]
         k, v, at_s, masks = (e.add(scratch, x.at[name]) for name in ("k", "v", "s", "masks"))
         for name, kind, n, out in (("k", k_kind, dk, k), ("v", v_kind, dv, v)):
             if kind in BYTES:
@@ -298,7 +298,7 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
 
         when(e, less(e, frame["splits"], 2), lambda: _loop_sets(e, frame, x, one))
 
-    return frames.emitted_with_arguments(begin), set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item
+    return frames.emitted_with_arguments(begin), set_item, begin_chunk, check_rows, run_rows, end_chunk, end_item
 
 
 @functools.cache
@@ -306,7 +306,7 @@ def make_kernel(dk, dv, k_kind, v_kind, group, softcap):
     """Kernel for many queries."""
     x = Layout(dk, dv, group)
     pieces = make_pieces(dk, dv, k_kind, v_kind, group, softcap)
-    return frames.make_driver(pieces, k_kind, dk, v_kind, dv, x.at["k"], x.at["v"])
+    return frames.make_driver(pieces, k_kind, dk, v_kind, dv, x.at["k"], x.at["v"], TILE)
 
 
 @functools.cache

@@ -1,24 +1,27 @@
 """Attention of a few queries: one lane is one element of a head, K and V are read as they lie.
 
-A block is one query of up to HEADS heads of a KV head. All blocks of an item, and all its KV heads, go over a tile of K
-and V before the next tile: in a cache the heads of a row lie side by side, so memory is read upwards.
+A block is one query of some heads of a KV head. All blocks of an item, and all its KV heads, go over a run of K and V
+before the next run: in a cache the heads of a row lie side by side, so memory is read upwards.
+
+A run is up to four tiles: the scores of all, then soft-max of all, then the values of all. A tile alone is one chain of
+folds, maxima, exponentials and sums; in a run the chains of its tiles hide behind each other.
 """
 
 import functools
 
-from ggjit import types
 from ggjit.jit import lazy_module
 from ggjit.ops.lib import attention as tiles
 from ggjit.ops.lib import attention_frame as frames
 from ggjit.ops.lib.attention import BYTES, HEAD, MINUS_INF, TILE, padded
-from ggjit.ops.lib.attention_frame import FRAME, Frame, choose, div, least, less, rem, when
+from ggjit.ops.lib.attention_frame import AHEAD, FRAME, Frame, choose, div, least, less, rem, when
 from ggjit.ops.lib.emitted import emitted
 
 ir = lazy_module("llvmlite.ir")
 emit = lazy_module("ggjit.ops.lib.emit")
 
-HEADS = 4
-AHEAD = 64  # rows between what is prefetched and what is read
+HEADS = 4  # of a block; up to 7 where no second block would be full
+RUN = 64  # KV rows of a run
+SCRATCH = 256 + 8 * RUN  # bytes of a head: sums; weights and corrections of each tile
 
 
 # ---- one tile -------------------------------------------------------------------------------------------------------
@@ -52,20 +55,24 @@ def make_store_row(n):
     return store_row
 
 
-def _row_scores(e, dk, kind, group, q, k, stride, sums):
-    """Scores of 16 K rows for `group` queries: four rows at a time, half folded, to `sums`; then the other folds."""
+def _run_scores(e, dk, kind, group, q, k, stride, sums, is_open, scores):
+    """Scores of the open tiles of a run for `group` queries: [tile][query][16].
+
+    Four K rows at a time, half folded, to `sums`; then the other folds. Rows of the next run are asked for meanwhile.
+    """
     n = padded(dk)
     query = lambda g, d: e.load_f32(q, 4 * (g * n + d))  # noqa: E731
     if e.level == "avx512" and group * n <= 256:  # in registers for all rows
         loaded = {(g, d): query(g, d) for g in range(group) for d in range(0, n, 16)}
         query = lambda g, d: loaded[g, d]  # noqa: E731
 
-    def four(i):
-        kr = e.add(k, e.mul(e.mul(i, 4), stride))
+    def four(kt, i):
+        kr = e.add(kt, e.mul(e.mul(i, 4), stride))
         halves = []
         for r in range(0, 4, 2):
             pair = []
             for row in (kr if r == 0 else e.add(kr, e.mul(stride, r)), e.add(kr, e.mul(stride, r + 1))):
+                _prefetch(e, e.add(row, e.mul(stride, AHEAD)), dk * BYTES[kind])
                 acc = [None] * group
                 for d in range(0, n, 16):
                     x = tiles.load_values(e, kind, row, d * BYTES[kind], dk - d)
@@ -77,72 +84,112 @@ def _row_scores(e, dk, kind, group, q, k, stride, sums):
         for g, (x, y) in enumerate(zip(*halves, strict=True)):
             e.store(e.add(sums, e.mul(i, 64 * group)), tiles.split(e, tiles.fold(e, x, y, tiles.FOLDS[1])), 64 * g)
 
-    e.loop(4, [], four)
-    out = []
-    for g in range(group):
-        t = [tiles.join(e, e.load_f32(sums, 64 * (i * group + g))) for i in range(4)]
-        t = tiles.fold(
-            e, tiles.fold(e, t[0], t[1], tiles.FOLDS[2]), tiles.fold(e, t[2], t[3], tiles.FOLDS[2]), tiles.FOLDS[3]
-        )
-        out.append(tiles.split(e, tiles.shuffle(e, t, t, tiles.ROW_ORDER)))
-    return out
+    def tile(t, i):
+        kt = e.add(k, e.mul(e.mul(i, TILE), stride))
+        e.loop(4, [], lambda i: four(kt, i) or [])
+        for g in range(group):
+            x = [tiles.join(e, e.load_f32(sums, 64 * (i * group + g))) for i in range(4)]
+            x = tiles.fold(
+                e, tiles.fold(e, x[0], x[1], tiles.FOLDS[2]), tiles.fold(e, x[2], x[3], tiles.FOLDS[2]), tiles.FOLDS[3]
+            )
+            x = tiles.split(e, tiles.shuffle(e, x, x, tiles.ROW_ORDER))
+            e.store(e.add(scores, e.mul(t, 64 * group)), x, 64 * g)
+
+    _loop_open(e, is_open, [], lambda t, i: tile(t, i) or [])
 
 
-def _row_values(e, dv, kind, group, v, stride, states, corr, weights):
-    """o = o * corr, then the 16 V rows times the weights, for `group` heads."""
+def _prefetch(e, row, nbytes):
+    for offset in range(0, nbytes, 64):
+        e.prefetch(row, offset)
+
+
+def _loop_open(e, is_open, carried, body):
+    """carried = body(t, i, *carried) for the open tiles of a run: t counts them, i is the tile's place in the run."""
+    n = e.load(is_open, 0, emit.I64)
+    return e.loop(n, carried, lambda t, *c: body(t, e.load(e.add(is_open, e.mul(t, 8)), 8, emit.I64), *c))
+
+
+def _run_values(e, dv, kind, group, v, stride, states, weights, corr, is_open):
+    """o = o * corr, then the 16 V rows times the weights, for each open tile of a run and `group` heads."""
     limit = 16 if e.level == "avx512" else 8  # sums in registers
 
-    def block(i, n, count=16):
-        """n vectors from vector i on."""
-        at = [e.add(s, e.mul(i, 64)) for s in states]
-        sums = [[e.fmul(e.load_f32(a, HEAD + 64 * j), c) for j in range(n)] for a, c in zip(at, corr, strict=True)]
-        vi = e.add(v, e.mul(i, 16 * BYTES[kind]))
-        for r in range(16):
-            row = vi if r == 0 else e.add(vi, e.mul(stride, r))
+    def block(b, n, count=16):
+        """n vectors from vector b on."""
+        at = [e.add(s, e.mul(b, 64)) for s in states]
+        vb = e.add(v, e.mul(b, 16 * BYTES[kind]))
+
+        def tile(t, i, *sums):
+            of_tile = e.mul(t, 64 * group)
+            ct, wt, vt = e.add(corr, of_tile), e.add(weights, of_tile), e.add(vb, e.mul(e.mul(i, TILE), stride))
+            c = [e.load_f32(ct, 64 * g) for g in range(group)]
+            sums = [e.fmul(x, c[at // n]) for at, x in enumerate(sums)]
+
+            def two(r, *sums):  # a loop: of all 16 rows LLVM would load values first and spill them
+                sums = list(sums)
+                row, w = e.add(vt, e.mul(r, stride)), e.add(wt, e.mul(r, 4))
+                for u in range(2):
+                    row = row if u == 0 else e.add(row, stride)
+                    _prefetch(e, e.add(row, e.mul(stride, AHEAD)), 16 * n * BYTES[kind])
+                    for j in range(n):
+                        x = tiles.load_values(e, kind, row, 16 * j * BYTES[kind], count)
+                        for g in range(group):
+                            sums[g * n + j] = e.fma(x, e.splat_f32(w, 64 * g + 4 * u), sums[g * n + j])
+                return sums
+
+            return e.loop(TILE, sums, two, step=2)
+
+        sums = [e.load_f32(a, HEAD + 64 * j) for a in at for j in range(n)]
+        sums = _loop_open(e, is_open, sums, tile)
+        for g, a in enumerate(at):
             for j in range(n):
-                x = tiles.load_values(e, kind, row, 16 * j * BYTES[kind], count)
-                for g in range(group):
-                    sums[g][j] = e.fma(x, e.splat_f32(weights, 64 * g + 4 * r), sums[g][j])
-        for a, values in zip(at, sums, strict=True):
-            for j, x in enumerate(values):
-                e.store(a, x, HEAD + 64 * j)
+                e.store(a, sums[g * n + j], HEAD + 64 * j)
 
     full = dv // 16
     n = max([j for j in range(1, full + 1) if full % j == 0 and j * group * e.parts <= limit], default=1)
-    e.loop(full, [], lambda i: block(i, n), step=n)
+    e.loop(full, [], lambda b: block(b, n), step=n)
     if dv % 16:
         block(e.i64(full), 1, dv % 16)
 
 
 @functools.cache
-def make_row_tile(dk, dv, k_kind, v_kind, group, softcap):
-    """Emitted (q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch): one tile for `group` heads.
+def make_run(dk, dv, k_kind, v_kind, group, softcap):
+    """Emitted (q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch, is_open): a run for some heads.
 
     q is [group][padded(dk)]; masks is a table of `group` addresses of f16 rows, read at an offset of bytes; slopes are
-    `group` f32; scratch takes 320 * group bytes.
+    `group` f32; scratch takes SCRATCH * group bytes; is_open is the number of open tiles and their places in the run.
     """
     nbytes = HEAD + 4 * padded(dv)
 
-    @emitted("q k k_stride v v_stride masks offset slopes cap state scratch")
-    def row_tile(e, q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch):
-        scores = _row_scores(e, dk, k_kind, group, q, k, k_stride, e.add(scratch, 64 * group))
-        states, corr = [e.add(state, g * nbytes) for g in range(group)], []
-        for g, s in enumerate(scores):
-            if softcap:
-                s = tiles.capped(e, s, e.splat_f32(cap))
-            s = tiles.join(e, e.fma(e.load_f16(tiles.row_at(e, masks, g), offset), e.splat_f32(slopes, 4 * g), s))
-            top = tiles.split(e, tiles.across(e, s, lambda x, y: e.fmax([x], [y])[0]))
-            old = e.load_f32(states[g])
-            top = e.fmax(old, top)
-            c, w = tiles.exp2(e, e.fsub(old, top)), tiles.exp2(e, e.fsub(tiles.split(e, s), top))
-            total = tiles.split(e, tiles.across(e, tiles.join(e, w), e.b.fadd))
-            e.store(states[g], top)
-            e.store(states[g], e.fma(e.load_f32(states[g], 64), c, total), 64)
-            e.store(scratch, w, 64 * g)
-            corr.append(c)
-        _row_values(e, dv, v_kind, group, v, v_stride, states, corr, scratch)
+    @emitted("q k k_stride v v_stride masks offset slopes cap state scratch is_open")
+    def run(e, q, k, k_stride, v, v_stride, masks, offset, slopes, cap, state, scratch, is_open):
+        weights, corr = e.add(scratch, 256 * group), e.add(scratch, (256 + 4 * RUN) * group)
+        _run_scores(e, dk, k_kind, group, q, k, k_stride, scratch, is_open, weights)
+        states = [e.add(state, g * nbytes) for g in range(group)]
 
-    return row_tile
+        def soft_max(t, i, *old):
+            at, new = e.add(weights, e.mul(t, 64 * group)), []
+            for g in range(group):
+                m, total = old[2 * g : 2 * g + 2]
+                s = e.load_f32(at, 64 * g)
+                if softcap:
+                    s = tiles.capped(e, s, e.splat_f32(cap))
+                mask = e.load_f16(tiles.row_at(e, masks, g), e.add(offset, e.mul(i, 2 * TILE)))
+                s = e.fma(mask, e.splat_f32(slopes, 4 * g), s)
+                top = tiles.split(e, tiles.across(e, tiles.join(e, s), lambda x, y: e.fmax([x], [y])[0]))
+                top = e.fmax(m, top)
+                c, w = tiles.exp2(e, e.fsub(m, top)), tiles.exp2(e, e.fsub(s, top))
+                sum_of_tile = tiles.split(e, tiles.across(e, tiles.join(e, w), e.b.fadd))
+                e.store(at, w, 64 * g)
+                e.store(e.add(corr, e.mul(t, 64 * group)), c, 64 * g)
+                new += [top, e.fma(total, c, sum_of_tile)]
+            return new
+
+        old = [e.load_f32(s, offset) for s in states for offset in (0, 64)]
+        for g, s in enumerate(_loop_open(e, is_open, old, soft_max)):
+            e.store(states[g // 2], s, 64 * (g % 2))
+        _run_values(e, dv, v_kind, group, v, v_stride, states, weights, corr, is_open)
+
+    return run
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -158,16 +205,16 @@ class Layout:
 
     def __init__(self, dk, dv, group):
         self.nk, self.nv, self.group = padded(dk), padded(dv), group
-        self.n_blocks = -(-group // HEADS)
+        self.n_blocks = 1 if group < 2 * HEADS else -(-group // HEADS)
         self.block = -(-group // self.n_blocks)  # heads in a block; those beyond the group repeat the last one
         self.state = HEAD + 4 * self.nv
         self.states = self.block * self.state
         self.fixed, self.fixed_size = frames.places(
-            scales=64, k=64 * self.nk, v=64 * self.nv, weights=320 * self.block, zeros=64
+            scales=64, k=4 * RUN * self.nk, v=4 * RUN * self.nv, run=SCRATCH * self.block, zeros=2 * RUN
         )
         self.own, self.own_size = frames.places(
             sinks=64 * self.block, slopes=64, masks=8 * self.block, last_masks=8 * self.block, last=32 * self.block,
-            is_open=8, q=4 * self.nk * self.block, states=self.states, totals=self.states,
+            is_open=8 + 8 * (RUN // TILE), q=4 * self.nk * self.block, states=self.states, totals=self.states,
         )  # fmt: skip
 
 
@@ -228,7 +275,8 @@ def _begin(e, frame, arguments, x, softcap):
     frames.set_splits(e, frame, units)
     frames.set_places(e, frame, e.mul(blocks, x.states), e.add(x.fixed_size, e.mul(blocks, x.own_size)))
     frames.store_scales(e, frame, softcap, frame["scratch"])
-    e.store(e.add(frame["scratch"], x.fixed["zeros"]), e.zero_i32())
+    for at in range(0, 2 * RUN, 64):
+        e.store(e.add(frame["scratch"], x.fixed["zeros"]), e.zero_i32(), at)
     # The KV heads of a row lie side by side, so an item goes over all of them, unless that leaves threads without work.
     others = e.mul(frame["splits"], n3)
     parts = least(e, heads, div(e, e.add(frame["nth"], e.sub(others, 1)), others))
@@ -266,46 +314,39 @@ def _set_block(e, frame, x, load_row, block):
     frames.finish_slopes(e, e.add(area, x.own["slopes"]))
 
 
-def _check_block(e, frame, x, kv, area):
-    """Is a tile open for a block: is it the last one or not all masks -inf?"""
-    full = e.b.icmp_signed("<=", e.add(kv, TILE), frame["end"])
-    is_open = choose(e, e.b.and_(full, frame.has_mask), 0, 1)
-    heads = choose(e, e.b.icmp_signed("==", frame.ne("mask", 2), e.i64(1)), 1, x.block)
-    heads = choose(e, e.b.icmp_signed("==", is_open, e.i64(1)), 0, heads)
+def _check_block(e, frame, x, kv, n_rows, area):
+    """List the open tiles of a run for a block: a tile is open if it is not full or not all its masks are -inf."""
+    is_full = e.b.icmp_signed(">=", n_rows, e.i64(TILE))
+    per_head = choose(e, e.b.icmp_signed("==", frame.ne("mask", 2), e.i64(1)), 1, x.block)
+    heads = choose(e, e.b.and_(is_full, frame.has_mask), per_head, 0)
     half = emit.vector(emit.I16, TILE)
 
-    def head(g, found):
-        mask = e.load(e.add(area, e.mul(g, 8)), x.own["masks"], emit.I64)
-        other = e.b.xor(e.load(mask, e.mul(kv, 2), half), ir.Constant(half, [MINUS_INF] * TILE))
-        some = e.b.icmp_unsigned("!=", e.b.bitcast(other, ir.IntType(256)), ir.Constant(ir.IntType(256), 0))
-        return [choose(e, some, 1, found)]
+    def tile(i, n, bits):
+        def head(g, found):
+            mask = e.load(e.add(area, e.mul(g, 8)), x.own["masks"], emit.I64)
+            at = e.mul(e.add(kv, e.mul(i, TILE)), 2)
+            other = e.b.xor(e.load(mask, at, half), ir.Constant(half, [MINUS_INF] * TILE))
+            some = e.b.icmp_unsigned("!=", e.b.bitcast(other, ir.IntType(256)), ir.Constant(ir.IntType(256), 0))
+            return [choose(e, some, 1, found)]
 
-    (is_open,) = e.loop(heads, [is_open], head)
-    e.store_value(area, x.own["is_open"], is_open)
-    frame["is_open"] = e.b.or_(frame["is_open"], is_open)
+        (found,) = e.loop(heads, [choose(e, less(e, 0, heads), 0, 1)], head)
+        e.store_value(e.add(area, e.mul(n, 8)), x.own["is_open"] + 8, i)
+        return [e.add(n, found), e.b.or_(bits, e.b.shl(found, i))]
 
-
-def _prefetch_rows(e, frame, name, nbytes, kv):
-    """Prefetch a tile's rows of K or V: heads lie side by side in the cache, which the hardware does not follow."""
-    stride = frame.nb(name, 1)
-    row = e.add(frame[name], e.add(frame[name + "_offs"], e.mul(kv, stride)))
-
-    def one(i):
-        at = e.add(row, e.mul(i, stride))
-        for offset in range(0, nbytes, 64):
-            e.prefetch(at, offset)
-
-    e.loop(TILE, [], one)
+    n_tiles = div(e, e.add(n_rows, TILE - 1), TILE)
+    n, bits = e.loop(n_tiles, [e.i64(0), e.i64(0)], tile)
+    e.store_value(area, x.own["is_open"], n)
+    frame["is_open"] = e.b.or_(frame["is_open"], bits)
 
 
 def _find_rows(e, frame, x, name, kind, n, kv, n_rows):
-    """Address and stride of a tile's 16 rows of K or V: in the cache, or in scratch where those cannot be used."""
+    """Address and stride of a run's rows of K or V: in the cache, or in scratch where those cannot be used."""
     at = e.add(frame["scratch"], x.fixed[name])
     if kind not in BYTES:
         return at, e.i64(4 * padded(n))
     stride, nbytes = frame.nb(name, 1), n * BYTES[kind]
     row = e.add(frame[name], e.add(frame[name + "_offs"], e.mul(kv, stride)))
-    is_full = e.b.icmp_signed("==", n_rows, e.i64(TILE))
+    is_full = e.b.icmp_signed(">=", n_rows, e.i64(TILE))
     when(e, e.b.not_(is_full), lambda: frames.copy_rows(e, row, stride, n_rows, nbytes, at))
     return choose(e, is_full, row, at), choose(e, is_full, stride, nbytes)
 
@@ -316,7 +357,7 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
     shape = dk, dv, group
     load_row, store_row = make_load_row(dk).function, make_store_row(dv).function
     plain = [kind if kind in BYTES else "F32" for kind in (k_kind, v_kind)]
-    row_tile = make_row_tile(dk, dv, *plain, Layout(*shape).block, softcap).function
+    run = make_run(dk, dv, *plain, Layout(*shape).block, softcap).function
 
     def begin(e, frame, arguments):
         _begin(e, Frame(e, frame), arguments, Layout(*shape), softcap)
@@ -345,36 +386,30 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
 
         _loop_blocks(e, frame, x, one)
 
-    @emitted("frame kv head")
-    def check_tile(e, frame, kv, head):
+    @emitted("frame kv n_rows head")
+    def check_rows(e, frame, kv, n_rows, head):
         x, frame = Layout(*shape), Frame(e, frame)
         frame["is_open"] = 0
         frames.set_offsets(e, frame, e.add(div(e, frame["block0"], _per_head(e, frame, x)), head))
-        _loop_blocks(e, frame, x, lambda block: _check_block(e, frame, x, kv, block.area), head)
+        _loop_blocks(e, frame, x, lambda block: _check_block(e, frame, x, kv, n_rows, block.area), head)
 
-    @emitted("frame kv head")
-    def run_tile(e, frame, kv, head):
+    @emitted("frame kv n_rows head")
+    def run_rows(e, frame, kv, n_rows, head):
         x, frame = Layout(*shape), Frame(e, frame)
-        scratch, n_rows = frame["scratch"], least(e, TILE, e.sub(frame["end"], kv))
+        scratch = frame["scratch"]
         k, k_stride = _find_rows(e, frame, x, "k", k_kind, dk, kv, n_rows)
         v, v_stride = _find_rows(e, frame, x, "v", v_kind, dv, kv, n_rows)
-        for name, kind, n in (("k", k_kind, dk), ("v", v_kind, dv)):
-            _prefetch_rows(e, frame, name, types.row_size(types.by_name(kind), n), e.add(kv, AHEAD))
-        is_full = e.b.icmp_signed("==", n_rows, e.i64(TILE))
+        is_full = e.b.icmp_signed(">=", n_rows, e.i64(TILE))
         offset = choose(e, e.b.and_(is_full, frame.has_mask), e.mul(kv, 2), 0)
         masks = choose(e, is_full, x.own["masks"], x.own["last_masks"])
 
         def one(block):
             area = block.area
-
-            def run():
-                row_tile(
-                    e, e.add(area, x.own["q"]), k, k_stride, v, v_stride, e.add(area, masks), offset,
-                    e.add(area, x.own["slopes"]), e.add(scratch, 4), _states_of(e, frame, x, block),
-                    e.add(scratch, x.fixed["weights"]),
-                )  # fmt: skip
-
-            when(e, e.b.icmp_signed("!=", e.load(area, x.own["is_open"], emit.I64), e.i64(0)), run)
+            run(
+                e, e.add(area, x.own["q"]), k, k_stride, v, v_stride, e.add(area, masks), offset,
+                e.add(area, x.own["slopes"]), e.add(scratch, 4), _states_of(e, frame, x, block),
+                e.add(scratch, x.fixed["run"]), e.add(area, x.own["is_open"]),
+            )  # fmt: skip
 
         _loop_blocks(e, frame, x, one, head)
 
@@ -406,7 +441,7 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
 
         when(e, less(e, frame["splits"], 2), lambda: _loop_blocks(e, frame, x, one))
 
-    return frames.emitted_with_arguments(begin), set_item, begin_chunk, check_tile, run_tile, end_chunk, end_item
+    return frames.emitted_with_arguments(begin), set_item, begin_chunk, check_rows, run_rows, end_chunk, end_item
 
 
 @functools.cache
@@ -414,7 +449,8 @@ def make_kernel(dk, dv, k_kind, v_kind, group, softcap):
     """Kernel for a few queries."""
     x = Layout(dk, dv, group)
     pieces = make_pieces(dk, dv, k_kind, v_kind, group, softcap)
-    return frames.make_driver(pieces, k_kind, dk, v_kind, dv, x.fixed["k"], x.fixed["v"])
+    run = RUN if k_kind in BYTES and v_kind in BYTES else TILE  # more rows of a block type as f32 would leave L1
+    return frames.make_driver(pieces, k_kind, dk, v_kind, dv, x.fixed["k"], x.fixed["v"], run)
 
 
 @functools.cache
