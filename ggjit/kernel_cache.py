@@ -38,6 +38,7 @@ _MAGIC = b"ggjit-object-1\n"
 _PACKAGE = Path(__file__).resolve().parent
 _COMPILER_FILES = ("cpu.py", "numba_entry.py", "object_code.py")
 _LIB = "ggjit.ops.lib"
+_EMIT = _LIB + ".emit"  # its hash is all of it: nothing there is called by a kernel, and a look at it would import LLVM
 _OPS_NAME = re.compile(r"ggjit\.ops(?:\.\w+)+")
 _FROM_OPS = re.compile(r"from (ggjit\.ops(?:\.\w+)*) import (\([^)]*\)|[^\n(]+)")
 
@@ -229,9 +230,10 @@ class _Walk:
 
     def module(self, name: str, module: types.ModuleType, code: types.CodeType, where: str) -> None:
         """A module of the project: its source, and what the code names of it."""
-        digest = _module_hash(object.__getattribute__(module, "__name__"))
+        module_name = object.__getattribute__(module, "__name__")
+        digest = _module_hash(module_name)
         self.parts.append(f"{name}: module {digest}")
-        if digest is None or (id(module), code) in self.seen:
+        if digest is None or module_name == _EMIT or (id(module), code) in self.seen:
             return
         self.seen.add((id(module), code))
         for attribute in _global_names(code):

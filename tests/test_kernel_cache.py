@@ -249,6 +249,27 @@ def test_two_cold_processes_a_warm_one_and_a_damaged_file(tmp_path):
     assert run(RUN, cache) == ["True", "True"]
 
 
+PRODUCTS = """
+import sys
+import numpy as np
+import ggjit as gg
+with gg.Context(1 << 22):
+    x = gg.from_numpy(np.ones((1, 256), np.float32))
+    w = [gg.from_numpy(np.ones((32, 256), np.float32), t) for t in (gg.types.F16, gg.types.Q4_0)]
+    graph = gg.Graph(8)
+    for t in w:
+        graph.build_forward_expand(gg.mul_mat(t, x))
+    graph.compute(1)
+print("numba" in sys.modules, "llvmlite" in sys.modules)
+"""
+
+
+def test_a_warm_process_imports_neither_numba_nor_llvm(tmp_path):
+    """Kernels of products are made of emitted tiles; their keys are found without a look at what emits them."""
+    assert run(PRODUCTS, tmp_path) == ["True", "True"]
+    assert run(PRODUCTS, tmp_path) == ["False", "False"]
+
+
 def test_a_home_that_cannot_be_written(tmp_path):
     """The cache goes to a private temporary folder, and a second process finds it."""
     blocked, temporary = tmp_path / "file", tmp_path / "tmp"

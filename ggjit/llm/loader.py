@@ -31,6 +31,10 @@ from ggjit.progress import ByteBar
 from ggjit.tensor import Tensor, new_tensor
 from ggjit.types import ACTIVATIONS
 
+GIVE_BACK = (
+    16 << 20
+)  # bytes of a file consumed between two times that its pages are given back: all CPUs are interrupted
+
 
 @dataclass
 class _Weight:
@@ -198,12 +202,14 @@ class Loader:
             n_threads: that pack panels.
             progress: show a bar, if stderr is a terminal.
         """
-        infos = {w.tensor: w.info for w in self._weights}
+        consumed = 0
 
         def give_back(tensor: Tensor, first: int, end: int) -> None:
-            if self.mmap:
-                info = infos[tensor]
-                self.file.mappings[info.file].advise_dontneed(info.offset + first, end - first)
+            nonlocal consumed
+            consumed += end - first
+            if self.mmap and consumed >= GIVE_BACK:
+                self._give_back()
+                consumed = 0
 
         for w in self._weights:
             if w.type not in (MAPPED, PANEL):
@@ -217,8 +223,12 @@ class Loader:
             else:
                 self._read_and_pack(packed, n_threads, bar)
         if any(w.type is not MAPPED for w in self._weights):
-            for mapping in self.file.mappings:
-                mapping.advise_dontneed(0, mapping.size)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Let the files' pages go; those that are used where they lie come back when they are touched."""
+        for mapping in self.file.mappings:
+            mapping.advise_dontneed(0, mapping.size)
 
     def _read_and_pack(self, weights: list[_Weight], n_threads: int, bar: ByteBar) -> None:
         done, total = 0, sum(w.info.nbytes for w in weights)

@@ -5,11 +5,13 @@ are done together: two runs become one vector at every step, so that in the end 
 done for all at once. The order of additions is that of a tree of halves at every CPU level.
 """
 
-from llvmlite import ir
-
-from ggjit.ops.lib.emit import F32, I8, I32, emitted, transpose, vector
+from ggjit.jit import lazy_module
+from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.lib.int8_sums import OFFSET_SHIFT
 from ggjit.ops.lib.panel import ACT, CODES, NEG_SUM, NEG_SUMS, SUM, SUMS, D
+
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
 
 LARGEST = 2.0**127  # that values are multiplied by
 LANE = 4  # words of 128 bits: shuffles within them are cheap
@@ -67,7 +69,7 @@ def _folded(e, leaf, ops, n=None, first=0):
     x, of_x = _folded(e, leaf, ops, half, first)
     y, of_y = _folded(e, leaf, ops, half, first + half)
     low, high = _halves(e.lanes, e.lanes // half)
-    masks = [ir.Constant(vector(I32, e.lanes), lanes) for lanes in (low, high)]
+    masks = [ir.Constant(emit.vector(emit.I32, e.lanes), lanes) for lanes in (low, high)]
     both = [op(*(e.b.shuffle_vector(u, v, m) for m in masks)) for op, u, v in zip(ops, x, y, strict=True)]
     return both, [(of_x + of_y)[i] for i in low]
 
@@ -91,7 +93,7 @@ def _quantize(e, values, outs):
     Returns:
         (run) to what the record leaves of the values.
     """
-    b, f32s = e.b, vector(F32, e.lanes)
+    b, f32s = e.b, emit.vector(emit.F32, e.lanes)
 
     def const(x):
         return ir.Constant(f32s, [x] * e.lanes)
@@ -111,7 +113,7 @@ def _quantize(e, values, outs):
     lane_of = {run: lane for lane, run in enumerate(order)}
 
     def of_run(v, run):
-        return [b.shuffle_vector(v, v, ir.Constant(vector(I32, e.lanes), [lane_of[run]] * e.lanes))] * e.parts
+        return [b.shuffle_vector(v, v, ir.Constant(emit.vector(emit.I32, e.lanes), [lane_of[run]] * e.lanes))] * e.parts
 
     def codes_of(run):
         scaled = [e.fmul(v, of_run(factor, run)) for v in values(run)]
@@ -120,7 +122,7 @@ def _quantize(e, values, outs):
     def sums_of(run):
         scaled, codes = codes_of(run)
         for p, v in enumerate(v for q in codes for v in q):
-            e.store_value(outs[run], CODES + p * e.lanes, b.trunc(v, vector(I8, e.lanes)))
+            e.store_value(outs[run], CODES + p * e.lanes, b.trunc(v, emit.vector(emit.I8, e.lanes)))
         f = [e.to_f32(q) for q in codes]
         rest = e.fadd(*(e.fmul(e.fsub(u, v), v) for u, v in zip(scaled, f, strict=True)))
         squares = e.fadd(*(e.fmul(v, v) for v in f))  # exact
@@ -143,7 +145,7 @@ def _quantize(e, values, outs):
 
 def _store_heads(e, d, sums, outs):
     """The first 32 bytes of records: of each lane d and the sums of its halves' codes."""
-    b, i32s = e.b, vector(I32, e.lanes)
+    b, i32s = e.b, emit.vector(emit.I32, e.lanes)
     words = [ir.Constant(i32s, [0] * e.lanes)] * 8
     words[D // 4] = b.bitcast(d, i32s)
     for s, at, negative_at in zip(
@@ -152,10 +154,10 @@ def _store_heads(e, d, sums, outs):
         words[at // 4] = b.bitcast(b.fmul(d, b.sitofp(s, d.type)), i32s)
         words[negative_at // 4] = b.mul(s, ir.Constant(i32s, [-1 << OFFSET_SHIFT] * e.lanes))
     n = min(e.lanes, 8)
-    first = ir.Constant(vector(I32, n), list(range(n)))
+    first = ir.Constant(emit.vector(emit.I32, n), list(range(n)))
     for g in range(0, 8, n):
         rows = words[g : g + n] + [ir.Constant(i32s, ir.Undefined)] * (e.lanes - n)
-        for out, row in zip(outs, transpose(e, rows), strict=True):
+        for out, row in zip(outs, emit.transpose(e, rows), strict=True):
             e.store_value(out, 4 * g, b.shuffle_vector(row, row, first))
 
 
@@ -224,13 +226,13 @@ def _store_record(e, out, d, codes):
     """Write a record: d in 16 lanes, codes as two i32 operands."""
     b, sums = e.b, []
     for half, q in enumerate(codes):
-        sums.append(e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, _joined(b.add, q)))
+        sums.append(e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", emit.I32, _joined(b.add, q)))
         for p, v in enumerate(q):
-            e.store_value(out, CODES + 16 * half + p * e.lanes, b.trunc(v, vector(I8, e.lanes)))
+            e.store_value(out, CODES + 16 * half + p * e.lanes, b.trunc(v, emit.vector(emit.I8, e.lanes)))
     sums.append(b.add(*sums))
-    scale = b.extract_element(d[0], I32(0))
+    scale = b.extract_element(d[0], emit.I32(0))
     e.store_value(out, D, scale)
     for s, at, negative_at in zip(sums, (SUMS, SUMS + 4, SUM), (NEG_SUMS, NEG_SUMS + 4, NEG_SUM), strict=True):
         e.store_value(out, at, b.fmul(scale, b.sitofp(s, scale.type)))
-        e.store_value(out, negative_at, b.mul(s, I32(-1 << OFFSET_SHIFT)))
-    e.store_value(out, NEG_SUM + 4, I32(0))
+        e.store_value(out, negative_at, b.mul(s, emit.I32(-1 << OFFSET_SHIFT)))
+    e.store_value(out, NEG_SUM + 4, emit.I32(0))

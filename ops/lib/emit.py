@@ -28,7 +28,7 @@ from llvmlite import ir
 
 from ggjit.cpu import has, has_int8_dot
 from ggjit.ops.lib.bfloat import BF16
-from ggjit.ops.lib.emitted import emitted
+from ggjit.ops.lib.emitted import ROWS, emitted
 
 __all__ = [
     "BF16", "F16", "F32", "I1", "I8", "I16", "I32", "I64", "ROWS", "Emit", "OrderedLoad", "emitted", "transpose",
@@ -37,7 +37,6 @@ __all__ = [
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
-ROWS = 16
 BITS = {"avx512": 512, "avx2": 256, "neon": 128, "sse2": 128}
 
 

@@ -2,6 +2,8 @@
 
 from ggjit.jit import Intrinsic, cpu_level
 
+ROWS = 16  # of a panel
+
 
 class Emitted(Intrinsic):
     """An emit function that kernels call with int64 arguments; it runs while they are compiled."""

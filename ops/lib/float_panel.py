@@ -16,13 +16,13 @@ Ladder (F32, one Zen 4 core, share of the FMA peak at 512 columns, K = 4096; Ope
 
 import functools
 
-from llvmlite import ir
-
 from ggjit.cpu import has_bf16_dot
 from ggjit.jit import jitted, lazy_module
-from ggjit.ops.lib.emit import I16, I32, emitted, transpose, vector
+from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.lib.panel import Outputs, column_addresses
 
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
 memory = lazy_module("ggjit.ops.lib.memory")
 
 UNITS = {"F32": 1, "F16": 1, "BF16": 2}  # k of a panel unit
@@ -115,13 +115,14 @@ def _pack_words(halves):
         def body(i):
             for p in range(e.parts):
                 first = e.add(src, e.add(e.mul(stride, p * e.lanes), e.mul(i, 4)))
-                rows = [e.load(e.add(first, e.mul(stride, r)), 0, vector(I32, e.lanes)) for r in range(e.lanes)]
-                for j, v in enumerate(transpose(e, rows)):
+                words = emit.vector(emit.I32, e.lanes)
+                rows = [e.load(e.add(first, e.mul(stride, r)), 0, words) for r in range(e.lanes)]
+                for j, v in enumerate(emit.transpose(e, rows)):
                     at = e.add(dst, e.mul(e.add(i, j), 64))
                     if not halves:
                         e.store_value(at, p * e.nbytes, v)
                         continue
-                    half = vector(I16, e.lanes)
+                    half = emit.vector(emit.I16, e.lanes)
                     e.store_value(at, p * e.nbytes // 2, e.b.trunc(v, half))
                     high = e.b.lshr(v, ir.Constant(v.type, [16] * e.lanes))
                     e.store_value(at, 32 + p * e.nbytes // 2, e.b.trunc(high, half))

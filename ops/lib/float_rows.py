@@ -9,10 +9,11 @@ import functools
 
 from ggjit.cpu import has_bf16_dot
 from ggjit.jit import jitted, lazy_module
-from ggjit.ops.lib.emit import F16, F32, I16, I32, ROWS, emitted, transpose, vector
+from ggjit.ops.lib.emitted import ROWS, emitted
 from ggjit.ops.lib.float_panel import SIZES, UNITS, float_tile, pack_float_panel
 from ggjit.ops.lib.panel import Outputs, column_addresses
 
+emit = lazy_module("ggjit.ops.lib.emit")
 memory = lazy_module("ggjit.ops.lib.memory")
 
 
@@ -53,10 +54,10 @@ def _operands(e, kind, words):
         return [words]
     if kind == "BF16":
         return [e.bits_to_f32(e.shl_i32(words, 16)), e.bits_to_f32(e.and_i32(words, -65536))]
-    halves = [e.map(lambda v: e.b.trunc(v, vector(I16, e.lanes)), x) for x in (words, e.shr_i32(words, 16))]
+    halves = [e.map(lambda v: e.b.trunc(v, emit.vector(emit.I16, e.lanes)), x) for x in (words, e.shr_i32(words, 16))]
     if e.portable:
         return [e.halves_to_f32(h) for h in halves]
-    f16, f32 = vector(F16, e.lanes), vector(F32, e.lanes)
+    f16, f32 = emit.vector(emit.F16, e.lanes), emit.vector(emit.F32, e.lanes)
     return [e.map(lambda v: e.b.fpext(e.b.bitcast(v, f16), f32), h) for h in halves]
 
 
@@ -86,7 +87,9 @@ def rows_tile(type_name, columns, side_by_side):
             acc, parts = list(acc), []
             for p in range(e.parts):
                 rows = starts[p * e.lanes : (p + 1) * e.lanes]
-                parts.append(transpose(e, [e.load(e.add(a, e.mul(i, 4)), 0, vector(I32, e.lanes)) for a in rows]))
+                parts.append(
+                    emit.transpose(e, [e.load(e.add(a, e.mul(i, 4)), 0, emit.vector(emit.I32, e.lanes)) for a in rows])
+                )
             cols = [e.add(a, e.mul(i, 4 * step * per_word)) for a in ys]
             for j in range(e.lanes):
                 operands = _operands(e, kind, [part[j] for part in parts])

@@ -11,9 +11,10 @@ All give the same sums. An operand may be a function of the part's number that l
 is used, so that few registers are taken.
 """
 
-from llvmlite import ir
+from ggjit.jit import lazy_module
 
-from ggjit.ops.lib.emit import I8, I32, vector
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
 
 OFFSET_SHIFT = 7  # activations' records hold -sum << 7, the start of a sum whose weights have 128 added
 
@@ -59,7 +60,7 @@ def _start(e, part, signed, y, at):
 def _sums_neon(e, part, signed, init, cols, at):
     """4 rows after the other: the codes of all columns stay in registers, one lane of them is a right operand."""
     n = len(part.operands)
-    words = [[e.load(y, at + 4 * i, vector(I32, 4)) for i in range(0, n, 4)] for y in cols]
+    words = [[e.load(y, at + 4 * i, emit.vector(emit.I32, 4)) for i in range(0, n, 4)] for y in cols]
     paired = len(cols) // 2 * 2 if e.mixed_dot else 0
     pairs = [_column_pairs(e, words[c], words[c + 1]) for c in range(0, paired, 2)]
     sums = [list(s) for s in init]
@@ -75,16 +76,16 @@ def _sums_neon(e, part, signed, init, cols, at):
         for c in range(paired, len(cols)):
             for i, v in enumerate(x):
                 w = words[c][i // 4]
-                codes = e.b.shuffle_vector(w, w, ir.Constant(vector(I32, 4), [i % 4] * 4))
-                (sums[c][p],) = e.dot4([sums[c][p]], [v], [e.b.bitcast(codes, vector(I8, 16))])
+                codes = e.b.shuffle_vector(w, w, ir.Constant(emit.vector(emit.I32, 4), [i % 4] * 4))
+                (sums[c][p],) = e.dot4([sums[c][p]], [v], [e.b.bitcast(codes, emit.vector(emit.I8, 16))])
     return sums
 
 
 def _shuffled(e, x, y, lanes):
     """Words (i32) of two vectors by their numbers, as bytes."""
-    words = vector(I32, 4)
+    words = emit.vector(emit.I32, 4)
     both = e.b.shuffle_vector(e.b.bitcast(x, words), e.b.bitcast(y, words), ir.Constant(words, lanes))
-    return e.b.bitcast(both, vector(I8, 16))
+    return e.b.bitcast(both, emit.vector(emit.I8, 16))
 
 
 def _column_pairs(e, x, y):
@@ -107,7 +108,7 @@ def _row_pairs(e, x):
 
 def _products(e, rows, codes, init0, init1):
     """The sums of 4 rows for two columns: 2 by 2 products, taken apart at the end."""
-    words = vector(I32, 4)
+    words = emit.vector(emit.I32, 4)
     first = e.b.shuffle_vector(init0, init1, ir.Constant(words, [0, 4, 1, 5]))
     second = e.b.shuffle_vector(init0, init1, ir.Constant(words, [2, 6, 3, 7]))
     for (low, high), y in zip(rows, codes, strict=True):

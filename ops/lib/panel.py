@@ -21,16 +21,16 @@ Ladder (Q6_K, one Zen 4 core; share of plain reads at one column / of the dot pe
 import functools
 from typing import NamedTuple
 
-from llvmlite import ir
-
 from ggjit import types
 from ggjit.cpu import cpu_level, has, has_int8_dot
 from ggjit.jit import Jitted, jitted, lazy_module
-from ggjit.ops.lib.emit import I8, I64, ROWS, Emit, emitted, vector
+from ggjit.ops.lib.emitted import ROWS, emitted
 from ggjit.ops.lib.int8_sums import as_unpacked, part_sums
 from ggjit.ops.lib.row_words import RowWords
 from ggjit.ops.quants.quant import Part
 
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
 memory = lazy_module("ggjit.ops.lib.memory")
 
 RUN, ACT = 32, 64  # k of a run; bytes of its activations
@@ -219,7 +219,8 @@ def unpacked_tile(form, columns, records=1):
     def operand(e, w, offset):
         if e.level == "avx512" or not e.int8_dot:
             return e.load_bytes(w, offset)
-        return lambda p: e.load(w, offset + p * e.nbytes, vector(I8, e.nbytes))  # where it is used: registers are few
+        codes = emit.vector(emit.I8, e.nbytes)
+        return lambda p: e.load(w, offset + p * e.nbytes, codes)  # where it is used: registers are few
 
     def runs(e, w, step):
         out = []
@@ -291,8 +292,8 @@ def check_panel(type_name):
         ValueError: parts, minimum or offset are not as said, or the runs do not cover the block.
     """
     p = types.by_name(type_name).quant.panel
-    scrap = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [I64]), "scrap")
-    e = Emit(ir.IRBuilder(scrap.append_basic_block()), "avx2")
+    scrap = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [emit.I64]), "scrap")
+    e = emit.Emit(ir.IRBuilder(scrap.append_basic_block()), "avx2")
     found = list(p.runs(e, scrap.args[0], 0 if p.steps == 1 else e.i64(0)))
     given = {
         (len(r), part.minimum is not None, _offset(part.offset_shift) >> part.factor, sum(len(q.operands) for q in r))

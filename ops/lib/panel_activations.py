@@ -31,14 +31,14 @@ so that threads need not meet between what makes a row and its records.
 
 import functools
 
-from llvmlite import ir
-
 from ggjit import row_shares
 from ggjit.jit import jitted, kernel, lazy_module
 from ggjit.ops.lib import activation_runs
-from ggjit.ops.lib.emit import I32, emitted, transpose, vector
+from ggjit.ops.lib.emitted import emitted
 from ggjit.ops.lib.panel import ACT
 
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
 memory = lazy_module("ggjit.ops.lib.memory")
 vec = lazy_module("ggjit.ops.lib.vec")
 
@@ -180,10 +180,10 @@ def _tile_words(columns):
         def body(i):
             at = e.mul(i, 4)
             for g in range(0, columns, e.lanes):
-                words = [e.load(e.add(r, at), 0, vector(I32, e.lanes)) for r in rows[g : g + e.lanes]]
+                words = [e.load(e.add(r, at), 0, emit.vector(emit.I32, e.lanes)) for r in rows[g : g + e.lanes]]
                 n_words = len(words)
-                first = ir.Constant(vector(I32, n_words), list(range(n_words)))
-                for j, v in enumerate(transpose(e, words + words[-1:] * (e.lanes - n_words))):
+                first = ir.Constant(emit.vector(emit.I32, n_words), list(range(n_words)))
+                for j, v in enumerate(emit.transpose(e, words + words[-1:] * (e.lanes - n_words))):
                     to = e.add(dst, e.mul(e.add(i, j), 4 * columns))
                     e.store_value(to, 4 * g, b.shuffle_vector(v, v, first))
             return []

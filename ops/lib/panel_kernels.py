@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ggjit import types
 from ggjit.jit import cpu_level, jitted, kernel, lazy_module
 from ggjit.ops.lib import float_panel, float_rows, panel
-from ggjit.ops.lib.emit import ROWS
+from ggjit.ops.lib.emitted import ROWS
 
 atomics = lazy_module("ggjit.ops.lib.atomics")
 memory = lazy_module("ggjit.ops.lib.memory")

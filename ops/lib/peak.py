@@ -9,9 +9,11 @@ The chains work on registers alone. An operand that would let LLVM take a produc
 empty piece of assembly, which costs no instruction but hides its value.
 """
 
-from llvmlite import ir
+from ggjit.jit import lazy_module
+from ggjit.ops.lib.emitted import emitted
 
-from ggjit.ops.lib.emit import I16, I32, emitted, vector
+ir = lazy_module("llvmlite.ir")
+emit = lazy_module("ggjit.ops.lib.emit")
 
 STEP = 512  # bytes a turn of the read and copy loops
 CHAINS = {"avx512": 24, "avx2": 12, "neon": 24}  # as many as leave registers for the operands
@@ -75,7 +77,7 @@ def dot_chains(e, p, n, out):
     """n turns of CHAINS dot products of 8-bit operands at p and p + 64 (below 128, so that no level saturates)."""
     zero = e.zero_i32()[0]
     if e.portable:
-        x, y = (e.load(p, offset, vector(I16, 8)) for offset in (0, 64))
+        x, y = (e.load(p, offset, emit.vector(emit.I16, 8)) for offset in (0, 64))
     else:
         x, y = e.load_bytes(p)[0], e.load_bytes(p, 64)[0]
 
@@ -92,9 +94,9 @@ def dot_chains(e, p, n, out):
 
 def _pair_sums(e, x, y):
     """Sums of the products of i16 pairs, in the form that LLVM makes pmaddwd of on x86."""
-    wide = vector(I32, 8)
+    wide = emit.vector(emit.I32, 8)
     products = e.b.mul(e.b.sext(x, wide), e.b.sext(y, wide))
-    index = (ir.Constant(vector(I32, 4), [odd, odd + 2, odd + 4, odd + 6]) for odd in (0, 1))
+    index = (ir.Constant(emit.vector(emit.I32, 4), [odd, odd + 2, odd + 4, odd + 6]) for odd in (0, 1))
     return e.b.add(*(e.b.shuffle_vector(products, products, i) for i in index))
 
 
