@@ -24,7 +24,7 @@ RUN = 64  # KV rows of a run
 SCRATCH = 256 + 8 * RUN  # bytes of a head: sums; weights and corrections of each tile
 
 
-# ---- one tile -------------------------------------------------------------------------------------------------------
+# ---- one run --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def _run_scores(e, dk, kind, group, q, k, stride, sums, is_open, scores):
 
     Four K rows at a time, half folded, to `sums`; then the other folds. Rows of the next run are asked for meanwhile.
     """
-    n = padded(dk)
+    n, plain = padded(dk), _plain(kind)
     query = lambda g, d: e.load_f32(q, 4 * (g * n + d))  # noqa: E731
     if e.level == "avx512" and group * n <= 256:  # in registers for all rows
         loaded = {(g, d): query(g, d) for g in range(group) for d in range(0, n, 16)}
@@ -72,10 +72,10 @@ def _run_scores(e, dk, kind, group, q, k, stride, sums, is_open, scores):
         for r in range(0, 4, 2):
             pair = []
             for row in (kr if r == 0 else e.add(kr, e.mul(stride, r)), e.add(kr, e.mul(stride, r + 1))):
-                _prefetch(e, e.add(row, e.mul(stride, AHEAD)), dk * BYTES[kind])
+                _prefetch(e, kind, e.add(row, e.mul(stride, AHEAD)), dk)
                 acc = [None] * group
                 for d in range(0, n, 16):
-                    x = tiles.load_values(e, kind, row, d * BYTES[kind], dk - d)
+                    x = tiles.load_values(e, plain, row, d * BYTES[plain], dk - d)
                     for g in range(group):
                         y = query(g, d)
                         acc[g] = e.fmul(x, y) if d == 0 else e.fma(x, y, acc[g])
@@ -98,8 +98,14 @@ def _run_scores(e, dk, kind, group, q, k, stride, sums, is_open, scores):
     _loop_open(e, is_open, [], lambda t, i: tile(t, i) or [])
 
 
-def _prefetch(e, row, nbytes):
-    for offset in range(0, nbytes, 64):
+def _plain(kind):
+    """The type in which rows of K or V are read: those of a block type are f32 in scratch."""
+    return kind if kind in BYTES else "F32"
+
+
+def _prefetch(e, kind, row, n):
+    """Ask for n values of a row in memory; of a block type, whoever dequantizes asks."""
+    for offset in range(0, n * BYTES.get(kind, 0), 64):
         e.prefetch(row, offset)
 
 
@@ -112,11 +118,12 @@ def _loop_open(e, is_open, carried, body):
 def _run_values(e, dv, kind, group, v, stride, states, weights, corr, is_open):
     """o = o * corr, then the 16 V rows times the weights, for each open tile of a run and `group` heads."""
     limit = 16 if e.level == "avx512" else 8  # sums in registers
+    plain = _plain(kind)
 
     def block(b, n, count=16):
         """n vectors from vector b on."""
         at = [e.add(s, e.mul(b, 64)) for s in states]
-        vb = e.add(v, e.mul(b, 16 * BYTES[kind]))
+        vb = e.add(v, e.mul(b, 16 * BYTES[plain]))
 
         def tile(t, i, *sums):
             of_tile = e.mul(t, 64 * group)
@@ -124,14 +131,14 @@ def _run_values(e, dv, kind, group, v, stride, states, weights, corr, is_open):
             c = [e.load_f32(ct, 64 * g) for g in range(group)]
             sums = [e.fmul(x, c[at // n]) for at, x in enumerate(sums)]
 
-            def two(r, *sums):  # a loop: of all 16 rows LLVM would load values first and spill them
+            def two(r, *sums):  # a loop: of 16 rows at a stretch LLVM loads the values first and spills them
                 sums = list(sums)
                 row, w = e.add(vt, e.mul(r, stride)), e.add(wt, e.mul(r, 4))
                 for u in range(2):
                     row = row if u == 0 else e.add(row, stride)
-                    _prefetch(e, e.add(row, e.mul(stride, AHEAD)), 16 * n * BYTES[kind])
+                    _prefetch(e, kind, e.add(row, e.mul(stride, AHEAD)), 16 * n)
                     for j in range(n):
-                        x = tiles.load_values(e, kind, row, 16 * j * BYTES[kind], count)
+                        x = tiles.load_values(e, plain, row, 16 * j * BYTES[plain], count)
                         for g in range(group):
                             sums[g * n + j] = e.fma(x, e.splat_f32(w, 64 * g + 4 * u), sums[g * n + j])
                 return sums
@@ -356,8 +363,7 @@ def make_pieces(dk, dv, k_kind, v_kind, group, softcap):
     """The emitted pieces of the kernel, in the driver's order."""
     shape = dk, dv, group
     load_row, store_row = make_load_row(dk).function, make_store_row(dv).function
-    plain = [kind if kind in BYTES else "F32" for kind in (k_kind, v_kind)]
-    run = make_run(dk, dv, *plain, Layout(*shape).block, softcap).function
+    run = make_run(dk, dv, k_kind, v_kind, Layout(*shape).block, softcap).function
 
     def begin(e, frame, arguments):
         _begin(e, Frame(e, frame), arguments, Layout(*shape), softcap)
