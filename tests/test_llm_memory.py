@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +23,13 @@ from ggjit.backends.process import ProcessDevice
 from ggjit.cli import main
 from ggjit.context import Context, tensor_overhead
 from ggjit.gguf.rows import FileRows
-from ggjit.llm import Sampler
+from ggjit.llm import Sampler, loader
 from ggjit.llm.context import DecodeContext
 from ggjit.llm.memory import estimate
 from ggjit.llm.model import Model
 from ggjit.llm.placement import Placement, parse_overrides
+from ggjit.progress import ByteBar
+from ggjit.tensor import Tensor
 
 MODELS = Path(__file__).parent / "data" / "models"
 LLAMA = MODELS / "llama-headdim.gguf"  # 3 layers
@@ -285,13 +287,32 @@ def test_without_mapping_the_file_may_end_early(repack: bool, tmp_path: Path) ->
 
 
 def test_s98_the_file_is_given_back_as_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr("ggjit.gguf.Mapping.advise_dontneed", lambda self, at, n: given.append((at, at + n)))
-    model = Model(LLAMA)
-    assert given[-1] == (0, model.file.mappings[0].size)
-    infos = [i for n, i in model.file.tensors.items() if n != "token_embd.weight"]
-    assert {(i.offset, i.offset + i.nbytes) for i in infos} <= set(given)
-    model.close()
+    """No more of the file than GIVE_BACK and a slice is read between two times that its pages go."""
+    read, given = [0], []
+    pack = loader.pack_tensors
+
+    def counted(items: list[tuple[Tensor, np.ndarray]], n: int, bar: ByteBar, on_packed: Callable[..., None]) -> None:
+        def note(t: Tensor, first: int, end: int) -> None:
+            read[-1] += end - first
+            on_packed(t, first, end)
+
+        pack(items, n, bar, note)
+
+    def give_back(self: object, at: int, n: int) -> None:
+        given.append((at, n))
+        read.append(0)
+
+    monkeypatch.setattr(loader, "pack_tensors", counted)
+    monkeypatch.setattr("ggjit.gguf.Mapping.advise_dontneed", give_back)
+    for batch in (1, 30_000, 1 << 30):
+        monkeypatch.setattr(loader, "GIVE_BACK", batch)
+        read[:], given[:] = [0], []
+        model = Model(LLAMA)
+        size, packed = model.file.mappings[0].size, sum(read)
+        assert set(given) == {(0, size)} and read[-1] == 0, "the whole file, at the end too"
+        assert packed > 100_000 and max(read) < batch + max(w.nbytes for w in model.weights.values())
+        assert (len(given) == 1) == (batch > packed)
+        model.close()
     given.clear()
     Model(LLAMA, repack=False).close()
     assert given == [], "what is used where it lies stays"
