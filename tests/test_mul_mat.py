@@ -140,6 +140,26 @@ def test_columns_and_threads_do_not_change_bits():
                 at += n
 
 
+@pytest.mark.parametrize("rows", [16, 40, 3000])
+def test_threads_share_the_rows_of_a_product(rows):
+    """Few rows are shared evenly, of many an eighth is taken in chunks; a pair of products too."""
+    w, v = leaf("F32", 256, rows), leaf("F32", 256, rows, seed=2)
+    x = leaf("F32", 256, 1, seed=1)
+    a, b = (t.numpy().astype(np.float64)[0, 0] @ x.numpy()[0, 0, 0] for t in (w, v))
+    results = []
+    for n_threads in (1, 2, 3, 5):
+        product = ops.mul_mat(w, x)
+        both = ops.swiglu_split(ops.mul_mat(w, x), ops.mul_mat(v, x))
+        for node in (product, both):
+            node.set(np.nan)
+        graph = Graph(64).build_forward_expand(product).build_forward_expand(both)
+        graph.compute(n_threads)
+        results.append([node.numpy().reshape(-1).copy() for node in (product, both)])
+    assert nmse(a, results[0][0]) < 1e-12 and nmse(a / (1 + np.exp(-a)) * b, results[0][1]) < 1e-12
+    for some in results[1:]:
+        assert all(np.array_equal(x.view(np.uint32), y.view(np.uint32)) for x, y in zip(some, results[0], strict=True))
+
+
 @pytest.mark.parametrize("name", ["F32", "F16", "Q8_0"])
 def test_weights_in_a_cache(name):
     """K of an attention: heads side by side in a row of the cache, seen head by head through a permuted view."""

@@ -36,7 +36,7 @@ LINE = 64  # the chunk counter's line at the start of the work buffer
 COLUMNS = (1, 2, 3, 4, 6, 8)
 FEW = 16  # columns up to which tiles read the panel itself
 OWN_COLUMNS = 128  # for each further thread; from so many columns on threads share columns, not panels
-MIN_CHUNK = 8192  # bytes of weights that are worth a step of the counter
+MIN_CHUNK = 16384  # bytes of weights that are worth a step of the counter
 SCRATCH = 256 << 10  # bytes of prepared panels, to stay in L2
 SLICE = {"F32": 256, "F16": 256, "BF16": 512}  # k of a slice; quantized types: QUANT_SLICE
 QUANT_SLICE = 1024
@@ -122,14 +122,27 @@ def chunk_size(rest, least, nth):
 def next_chunk(work, number, start, end, least, total, nth):
     """The chunk after chunk `number` = [start, end) for this thread: (number, start, end); start == total: no more.
 
-    Begin with number -1, start and end 0. One thread gets everything at once.
+    Begin with number -1, start and end where the first chunk starts. One thread gets everything at once.
     """
-    if nth == 1:
+    if nth == 1 or end == total:
         return number + 1, end, total
     taken = atomics.fetch_add(work, 0, 1)
     while number < taken and end < total:
         number, start, end = number + 1, end, end + chunk_size(total - end, least, nth)
     return (number, start, end) if number == taken else (number, total, total)
+
+
+@jitted
+def own_chunk(least, total, ith, nth):
+    """What a thread has without asking, and where the chunks begin that are asked for: (start, end, first of the rest).
+
+    Seven eighths of an even share, or all of it if the rest were less than two chunks for each thread: where threads
+    run on chiplets of their own, a step of the counter takes as long as 4 to 8 KiB of weights (.1 to .2 of decoding).
+    """
+    size = 7 * total // (8 * nth)
+    if nth == 1 or total - size * nth < 2 * nth * least:
+        return total * ith // nth, total * (ith + 1) // nth, total
+    return size * ith, size * (ith + 1), size * nth
 
 
 # ---- ends ----------------------------------------------------------------------------------------------------------
@@ -267,10 +280,12 @@ def few_kernel(type_name, columns, packed, along=1, end=None, records=1):
         if along == 2:
             n_cols, repeats = r2, 1
         total = n_panels * src0_ne[2] * src0_ne[3]
-        least = (MIN_CHUNK + size - 1) // (size + 1)
+        read = 2 * size if is_pair else size
+        least = (MIN_CHUNK + read - 1) // (read + 1)
         least = least if least > 1 else 1
         u = 64 + ith * (second + slot)
-        number, start, stop = next_chunk(work, -1, 0, 0, least, total, nth)
+        start, stop, last = own_chunk(least, total, ith, nth)
+        number, first = -1, last
         while start < total:
             for at in range(start, stop):
                 p, matrix = at % n_panels, at // n_panels
@@ -299,7 +314,8 @@ def few_kernel(type_name, columns, packed, along=1, end=None, records=1):
                                 by2 = 64 * p + repeated_or_0(src2_ne, src2_nb, c, i2 + j2, i3 + j3)
                                 by3 = 64 * p + repeated_or_0(src3_ne, src3_nb, c, i2 + j2, i3 + j3)
                                 finish(dst, to, n, src2, by2, src3, by3)
-            number, start, stop = next_chunk(work, number, start, stop, least, total, nth)
+            number, first, last = next_chunk(work, number, first, last, least, total, nth)
+            start, stop = first, last
 
     return mul_mat_few
 
