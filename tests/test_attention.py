@@ -128,6 +128,18 @@ def test_a_row_that_is_masked_everywhere_is_zero(few, monkeypatch):
     assert not h.compute()[:, 3].any() and h.compute()[:, 2].all()
 
 
+@pytest.mark.parametrize("few", [LANES, ROWS], ids=["lanes", "rows"])
+def test_keys_without_elements_weigh_all_rows_alike(few, monkeypatch):
+    monkeypatch.setattr(attention, "FEW", few)
+    v = np.random.default_rng(1).standard_normal((2, 5, 24)).astype(np.float32)
+    with gg.Context(1 << 20):
+        q, k = gg.new_tensor(types.F32, 0, 3, 4), gg.new_tensor(types.F16, 0, 5, 2)
+        node = ops.flash_attn_ext(q, k, gg.from_numpy(v))
+        gg.Graph(8).build_forward_expand(node).compute(2)
+        got = node.numpy()[0]  # [n][head][24]
+    assert np.allclose(got, np.repeat(v.mean(1), 2, axis=0)[None], atol=1e-6)
+
+
 def test_mask_and_scale_may_be_left_out():
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((2, n, 64), np.float32) for n in (3, 5, 5))

@@ -73,7 +73,7 @@ def _run_scores(e, dk, kind, group, q, k, stride, sums, is_open, scores):
             pair = []
             for row in (kr if r == 0 else e.add(kr, e.mul(stride, r)), e.add(kr, e.mul(stride, r + 1))):
                 _prefetch(e, kind, e.add(row, e.mul(stride, AHEAD)), dk)
-                acc = [None] * group
+                acc = [e.zero_f32()] * group  # of keys without elements
                 for d in range(0, n, 16):
                     x = tiles.load_values(e, plain, row, d * BYTES[plain], dk - d)
                     for g in range(group):
