@@ -44,8 +44,8 @@ BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def padded(n):
-    """Return n rounded up to a multiple of 16."""
-    return (n + 15) // 16 * 16
+    """Return n rounded up to a multiple of 16; rows without elements have 16 zeros."""
+    return max((n + 15) // 16, 1) * 16
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def make_read_rows(kind, n):
             row, out = e.add(src, e.mul(r, stride)), e.add(dst, e.mul(r, 4 * padded(n)))
             e.loop(n // 16, [], lambda i: e.store(
                 e.add(out, e.mul(i, 64)), load_values(e, kind, e.add(row, e.mul(i, 16 * BYTES[kind])), 0)))  # fmt: skip
-            if n % 16:
+            if padded(n) > n // 16 * 16:
                 e.store(out, load_values(e, kind, row, n // 16 * 16 * BYTES[kind], n % 16), n // 16 * 64)
 
         e.loop(n_rows, [], one)
@@ -289,7 +289,7 @@ def make_load_queries(n):
                 e.store(e.add(out, e.mul(i, 1024)), split(e, v), 64 * d)
 
         e.loop(n // 16, [], block)
-        if n % 16:
+        if padded(n) > n // 16 * 16:
             block(e.i64(n // 16), n % 16)
 
     return load_queries

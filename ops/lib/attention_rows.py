@@ -34,7 +34,7 @@ def make_load_row(n):
     @emitted("src scale dst")
     def load_row(e, src, scale, dst):
         factor = e.splat_f32(scale)
-        for i in range(0, n, 16):
+        for i in range(0, padded(n), 16):
             e.store(dst, e.fmul(tiles.load_values(e, "F32", src, 4 * i, n - i), factor), 4 * i)
 
     return load_row
@@ -73,7 +73,7 @@ def _run_scores(e, dk, kind, group, q, k, stride, sums, is_open, scores):
             pair = []
             for row in (kr if r == 0 else e.add(kr, e.mul(stride, r)), e.add(kr, e.mul(stride, r + 1))):
                 _prefetch(e, kind, e.add(row, e.mul(stride, AHEAD)), dk)
-                acc = [e.zero_f32()] * group  # of keys without elements
+                acc = [None] * group
                 for d in range(0, n, 16):
                     x = tiles.load_values(e, plain, row, d * BYTES[plain], dk - d)
                     for g in range(group):
